@@ -1,0 +1,56 @@
+"""Torch definition of the attention-mass score; the CPU path of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import max_pool1d
+
+# Logits are made for at most this many (query, key) pairs at a time: 64 MiB, so that long windows do not
+# swell the process.
+_PAIRS = 1 << 24
+
+
+def attention_mass_layers(
+    queries: torch.Tensor,
+    valid: torch.Tensor,
+    k_buffers: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    scale: float,
+    group_max: bool,
+    pool: int,
+    v_buffers: Sequence[torch.Tensor] | None,
+    value_power: float,
+) -> torch.Tensor:
+    """See `agentkv_serve.kernels.score.attention_mass_layers`. Reads only the window's rows of the pools."""
+    count, hkv = slots.numel(), k_buffers[0].shape[1]
+    queries = queries[:, valid]
+    mass = torch.zeros(len(k_buffers), hkv, count, device=slots.device)
+    if queries.shape[1]:
+        for layer, keys in enumerate(k_buffers):
+            _mass(queries[layer], keys.index_select(0, slots).float(), scale, group_max, mass[layer])
+    if pool > 1:
+        mass = max_pool1d(mass, pool, stride=1, padding=pool // 2)
+    if v_buffers is not None:
+        for layer, values in enumerate(v_buffers):
+            mass[layer] *= values.index_select(0, slots).float().norm(dim=-1).pow(value_power).t()
+    return mass
+
+
+def _mass(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, group_max: bool, out: torch.Tensor
+) -> None:
+    """Write the mean softmax of `queries` [U, Hq, D] over `keys` [N, Hkv, D] to `out` [Hkv, N]."""
+    number, hq, dim = queries.shape
+    count, hkv, _ = keys.shape
+    group = hq // hkv
+    grouped = (queries.float() * scale).view(number, hkv, group, dim)
+    step = max(1, _PAIRS // (group * count))
+    for head in range(hkv):
+        for part in grouped[:, head].split(step):
+            logits = torch.mm(part.reshape(-1, dim), keys[:, head].t())
+            if group_max:
+                logits = logits.view(-1, group, count).amax(1)
+            out[head] += logits.softmax(-1).sum(0)
+    out /= number if group_max else number * group
