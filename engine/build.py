@@ -1,0 +1,170 @@
+"""Builds the runtime: first with the attention backend (the model is loaded, the pools exist), then with the cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from agentkv_serve.engine import runtime as runtime_module
+from agentkv_serve.engine.automata import AutomatonBank
+from agentkv_serve.engine.config import EngineConfig
+from agentkv_serve.engine.runtime import Runtime
+from agentkv_serve.engine.sessions import SessionTable
+from agentkv_serve.engine.state import ModelShape, SessionSlots
+from agentkv_serve.kernels.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+BACKEND_NAME = "agentkv"
+"""Name of our radix cache: a server runs with the AgentKV cache when it is started with this `--radix-cache-backend`."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model's attention is of a kind that the AgentKV cache cannot compress."""
+
+
+def enabled() -> bool:
+    """Whether this server was started with our cache. Without it the plug-in changes nothing."""
+    from sglang.srt.runtime_context import get_memory
+
+    return bool(get_memory().radix_cache_backend == BACKEND_NAME)
+
+
+def ensure_runtime(runner: Any) -> Runtime:
+    """The runtime of this process, created at the first attention backend that is built.
+
+    Raises:
+        UnsupportedModelError: by name, why the model cannot be served with a compressed cache.
+    """
+    known = runtime_module.current()
+    if known is not None:
+        return known
+    config = EngineConfig.load()
+    shape, layer_index = model_shape(runner)
+    rows = runner.req_to_token_pool.req_to_token.shape[0]
+    slots = config.max_sessions or _session_slots(runner, config, rows)
+    device = shape.device
+    runtime = Runtime(
+        config=config,
+        shape=shape,
+        slots=SessionSlots(shape, rows=rows, slots=slots, ring_queries=config.ring_queries),
+        sessions=SessionTable(config.tombstone_seconds),
+        automata=AutomatonBank(_tokenizer(runner), device),
+        layer_index=layer_index,
+        kv_pool=runner.token_to_kv_pool,
+        req_to_token=runner.req_to_token_pool.req_to_token,
+        backend=_kernels(config, device),
+    )
+    runtime_module.install(runtime)
+    pool_bytes = runner.max_total_num_tokens * shape.token_bytes()
+    logger.info(
+        "AgentKV cache: %d attention layers, %d KV heads of %d, %d session slots, auxiliary memory %.1f MiB (%.2f%% of "
+        "the KV pool), %s kernels",
+        len(shape.attention_layers),
+        shape.kv_heads,
+        shape.head_dim,
+        slots,
+        runtime.slots.nbytes / 2**20,
+        100 * runtime.slots.nbytes / pool_bytes,
+        runtime.backend,
+    )
+    return runtime
+
+
+def model_shape(runner: Any) -> tuple[ModelShape, dict[int, int]]:
+    """The attention that this rank runs, and each layer id's place among the attention layers.
+
+    Raises:
+        UnsupportedModelError: no attention layers, attention of differing shapes, or a kind that cannot be compressed.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    layers.sort(key=lambda layer: layer.layer_id)
+    name = type(runner.model).__name__
+    if not layers:
+        raise UnsupportedModelError(f"{name} has no attention layers whose KV could be compressed")
+    first = layers[0]
+    for layer in layers:
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            raise UnsupportedModelError(f"{name}: layer {layer.layer_id} is not causal self-attention")
+        if layer.sliding_window_size not in (None, -1):
+            raise UnsupportedModelError(f"{name}: layer {layer.layer_id} has sliding-window attention")
+        if _heads(layer) != _heads(first):
+            raise UnsupportedModelError(
+                f"{name}: layer {layer.layer_id} has (query heads, KV heads, head size, value size, scale) "
+                f"{_heads(layer)}, layer {first.layer_id} has {_heads(first)}; they must be alike"
+            )
+    query_heads, kv_heads, head_dim, value_dim, scale = _heads(first)
+    shape = ModelShape(
+        attention_layers=tuple(layer.layer_id for layer in layers),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        scale=scale,
+        dtype=runner.dtype,
+        device=torch.device(runner.device),
+    )
+    return shape, {layer.layer_id: index for index, layer in enumerate(layers)}
+
+
+def _heads(layer: Any) -> tuple[int, int, int, int, float]:
+    return (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, layer.scaling)
+
+
+def _session_slots(runner: Any, config: EngineConfig, rows: int) -> int:
+    """As many as the KV pool can hold at the typical budget, and at least one per running request."""
+    held = runner.max_total_num_tokens // (config.typical_budget + config.compress_every)
+    running = runner.server_args.max_running_requests or 1
+    return int(min(rows, max(held, running)))
+
+
+def _kernels(config: EngineConfig, device: torch.device) -> Backend:
+    if config.kernels == "auto":
+        return "torch" if device.type == "cpu" else "triton"
+    if config.kernels not in ("torch", "triton"):
+        raise ValueError(f"kernels must be auto, torch or triton, not {config.kernels!r}")
+    return "torch" if config.kernels == "torch" else "triton"
+
+
+def _tokenizer(runner: Any) -> Any:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    args = runner.server_args
+    return get_tokenizer(
+        args.tokenizer_path,
+        tokenizer_mode=args.tokenizer_mode,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.revision,
+    )
+
+
+def build_cache(context: Any) -> Any:
+    """SGLang's factory of our radix cache (`--radix-cache-backend agentkv`). Verifies the hooks first."""
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    from agentkv_serve.engine import flags, selfcheck
+    from agentkv_serve.engine.cache import AgentKVRadixCache
+
+    selfcheck.require_hooks()
+    flags.refuse(context.server_args)
+    runtime = runtime_module.current()
+    if runtime is None:
+        selfcheck.stop("no AgentKV attention backend was built: start the server with `agentkv engine`")
+    assert runtime is not None
+    runtime.tree = create_unified_radix_cache(context, cache_class=AgentKVRadixCache)
+    return runtime.tree
+
+
+def torch_native_backend(runner: Any) -> Any:
+    """Factory that stands in SGLang's registry under the name `torch_native`."""
+    if not enabled():
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        return TorchNativeAttnBackend(runner)
+    from agentkv_serve.engine.attention.torch_native import WindowTorchNative
+
+    return WindowTorchNative(runner, ensure_runtime(runner))

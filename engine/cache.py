@@ -1,0 +1,28 @@
+"""SGLang's radix cache, taught that a compressed row begins with a hole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from agentkv_serve.engine import runtime as runtime_module
+
+
+class AgentKVRadixCache(UnifiedRadixCache):
+    """The unified radix cache: shared prefixes stay in the tree; compressed rows are never published to it."""
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Frees row ranges less the hole, whose slots were freed at compression. Every release path ends here."""
+        runtime = runtime_module.current()
+        start = runtime.start_of(kv) if runtime else 0
+        live = [(max(low, start), high) for low, high in ranges if high > start]
+        if live:
+            super().free_kv_row(kv, live)
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Publishes a row to the tree unless it is compressed: then it is a per-head mixture that nobody may share."""
+        runtime = runtime_module.current()
+        if runtime and runtime.start_of(req.kv):
+            return
+        super().checkpoint(req, up_to=up_to, **kwargs)

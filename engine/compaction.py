@@ -1,0 +1,147 @@
+"""Compress a session's KV in place: score, select, move the kept tokens to the row's tail, free the rest.
+
+The window layout: everything that the scheduler knows stays logical. After a compression of L tokens to B the kept keys
+and values of every head lie in row positions [L-B, L); [0, L-B) is a hole whose slots were freed. RoPE stays right, since
+every key was rotated at its true position.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentkv_serve.engine.policies import Window, get_policy
+from agentkv_serve.engine.runtime import Runtime
+from agentkv_serve.engine.sessions import KvState, SessionRecord
+from agentkv_serve.kernels import compact, select
+
+logger = logging.getLogger(__name__)
+
+
+class NoRoomError(RuntimeError):
+    """The slots to copy a shared prefix out of the tree cannot be had now."""
+
+
+def window_positions(kv: KvState, shape: tuple[int, int], length: int, device: torch.device) -> Tensor:
+    """[L, Hkv, N] int32 logical positions of the window's entries.
+
+    Args:
+        shape: (layers, KV heads).
+        length: L, tokens with KV so far; the window is [start, L).
+    """
+    kept = 0 if kv.kept is None else kv.kept.shape[-1]
+    tail = torch.arange(kv.start + kept, length, dtype=torch.int32, device=device).expand(*shape, -1)
+    return tail if kv.kept is None else torch.cat((kv.kept, tail), dim=-1)
+
+
+def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budget: int) -> bool:
+    """Compresses a session's record to its budget. Returns whether anything was done.
+
+    Mutates the KV pool, the req_to_token row, the allocator, and the tree lock of `holder` (SGLang's session slot or
+    request): the shared prefix in the radix tree is only read, copied out of, and unlocked.
+
+    Args:
+        kv: SGLang's `ReqKvInfo` of the session; its committed length is L.
+        budget: KV tokens per layer and KV head to keep. With pages, up to page - 1 more stay.
+
+    Raises:
+        NoRoomError: nothing was changed; try again when slots are free.
+    """
+    state = record.kv
+    if state is None:
+        raise RuntimeError(f"session {record.key[:8]} has no KV state to compress")
+    began = time.perf_counter()
+    allocator = runtime.tree.token_to_kv_pool_allocator
+    page = allocator.page_size
+    length, start, shared = kv.kv_committed_len, state.start, kv.cache_protected_len
+    new_start = (length - budget) // page * page
+    if new_start <= start:
+        return False
+    row = runtime.req_to_token[kv.req_pool_idx]
+    source = row[start:length].to(torch.int64)  # a copy: the row is rewritten below
+    if new_start < shared:
+        row[new_start:shared] = _allocate(runtime, shared - new_start).to(row.dtype)
+    target = row[new_start:length].to(torch.int64)
+
+    window = _window(runtime, state, source, length)
+    policy = get_policy(state.policy)
+    scores = policy.scores(window)
+    protected = policy.protected(len(source), source.device)
+    kept = select.top_keep(scores, len(target), protected, backend=runtime.backend)
+    k_buffers, v_buffers = window.k_buffers, window.v_buffers
+    compact.gather_write(k_buffers, v_buffers, source, kept, target, shifted=True, backend=runtime.backend)
+    state.kept = window.positions.gather(-1, kept)
+
+    if shared:
+        runtime.tree.unlock(holder.lock)
+        holder.lock = None
+        kv.cache_protected_len = 0
+        kv.cache_inserted_len = 0
+        if hasattr(holder, "publishes_prompt"):
+            holder.publishes_prompt = False
+    first_owned = max(start, shared)
+    if new_start > first_owned:
+        allocator.free(source[first_owned - start : new_start - start])
+    row[:new_start] = 0
+    state.start = new_start
+    runtime.slots.start[kv.req_pool_idx] = new_start
+    if runtime.config.dump_dir:
+        _dump(runtime, record, window, state.kept, length)
+    logger.debug(
+        "session %s: %d tokens, window %d -> %d, %.1f ms",
+        record.key[:8],
+        length,
+        length - start,
+        length - new_start,
+        (time.perf_counter() - began) * 1e3,
+    )
+    return True
+
+
+def _window(runtime: Runtime, state: KvState, source: Tensor, length: int) -> Window:
+    layers = runtime.shape.attention_layers
+    policy = get_policy(state.policy)
+    slots = runtime.slots
+    return Window(
+        k_buffers=[runtime.kv_pool.get_key_buffer(layer) for layer in layers],
+        v_buffers=[runtime.kv_pool.get_value_buffer(layer) for layer in layers],
+        slots=source,
+        positions=window_positions(state, (len(layers), runtime.shape.kv_heads), length, source.device),
+        queries=slots.ring[state.slot, :, 0],
+        valid=slots.valid_queries(state.slot, policy.ring_capacity, policy.rings),
+        length=length,
+        scale=runtime.shape.scale,
+        backend=runtime.backend,
+    )
+
+
+def _allocate(runtime: Runtime, count: int) -> Tensor:
+    """Slots to copy a shared prefix into. Cached prefixes and idle sessions give way."""
+    allocator = runtime.tree.token_to_kv_pool_allocator
+    allocator.evict_to_free_tokens(runtime.tree, count)
+    slots: Tensor | None = allocator.alloc(count)
+    if slots is None:
+        raise NoRoomError(f"{count} slots are needed to copy a shared prefix, {allocator.available_size()} are free")
+    return slots
+
+
+def _dump(runtime: Runtime, record: SessionRecord, window: Window, kept: Tensor, length: int) -> None:
+    folder = Path(runtime.config.dump_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    number = len(list(folder.glob("*.npz")))
+    state = record.kv
+    np.savez(
+        folder / f"{number:04d}-{record.key[:16]}.npz",
+        kept=kept.cpu().numpy(),
+        length=length,
+        start=state.start if state else 0,
+        queries=window.queries.float().cpu().numpy(),
+        valid=window.valid.cpu().numpy(),
+        key=record.key,
+    )

@@ -1,0 +1,55 @@
+"""Settings of the plug-in in one worker process."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import orjson
+
+ENVIRONMENT = "AGENTKV_ENGINE_CONFIG"
+"""The launcher hands the settings to SGLang's child processes in this variable: server flags cannot be extended."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the AgentKV cache of one worker works. Token counts are per layer and KV head."""
+
+    compress_every: int = 128
+    """Decode tokens over the budget that trigger a compression (the paper's Delta)."""
+    max_sessions: int = 0
+    """Compressed sessions that may be live at once; 0 = what the KV pool can hold at `typical_budget`."""
+    typical_budget: int = 4096
+    """Only for sizing `max_sessions`."""
+    idle_seconds: float = 3600.0
+    """An idle session's state is released after this time."""
+    tombstone_seconds: float = 3600.0
+    """How long epochs of closed and lost sessions are remembered."""
+    ring_queries: int = 32
+    """Queries kept per session, layer and query head, over all phases (the paper's q)."""
+    say_phase: str = "others"
+    """Phase that the assistant's visible text counts as: others, act or think."""
+    kernels: str = "auto"
+    """torch, triton, or auto (by device)."""
+    dump_dir: str = ""
+    """Tests: write kept positions and queries of every compression there."""
+
+    @classmethod
+    def load(cls) -> EngineConfig:
+        """The settings of this process; defaults where the launcher set none.
+
+        Raises:
+            ValueError: an unknown field, by name.
+        """
+        raw = os.environ.get(ENVIRONMENT, "")
+        values = orjson.loads(raw) if raw else {}
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"{ENVIRONMENT}: unknown settings {', '.join(unknown)}")
+        return cls(**values)
+
+    def dump(self) -> str:
+        """The value of the environment variable that carries these settings."""
+        return orjson.dumps(dataclasses.asdict(self)).decode()

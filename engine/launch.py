@@ -1,0 +1,93 @@
+"""`agentkv engine`: SGLang's own server with the flags that the AgentKV cache needs, on a GPU or on a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentkv_serve.engine import selfcheck
+from agentkv_serve.engine.config import ENVIRONMENT, EngineConfig
+from agentkv_serve.engine.flags import REFUSALS, REQUIRED
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+CPU_FLAGS: dict[str, str | None] = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    # A CPU serves few requests at once; session slots are sized by this.
+    "--max-running-requests": "8",
+    "--sleep-on-idle": None,
+}
+GPU_FLAGS: dict[str, str | None] = {"--attention-backend": "triton", "--disable-prefill-cuda-graph": None}
+
+
+def server_command(extra: list[str], model_path: Path, port: int, host: str, *, cpu: bool) -> list[str]:
+    """The command line of SGLang's server. A flag of ours that the user gives too keeps the user's value.
+
+    Raises:
+        typer.BadParameter: a flag that cannot work with the AgentKV cache, by name.
+    """
+    given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
+    for refusal in REFUSALS:
+        takes_value = refusal.when is not bool
+        if refusal.flag in given and not takes_value:
+            raise typer.BadParameter(f"{refusal.flag} cannot be used with the AgentKV cache: {refusal.reason}")
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+    command += ["--host", host, "--port", str(port)]
+    for flag, value in {**REQUIRED, **(CPU_FLAGS if cpu else GPU_FLAGS)}.items():
+        if flag not in given:
+            command += [flag] if value is None else [flag, value]
+    return command + extra
+
+
+def has_gpu() -> bool:
+    """Whether torch sees an accelerator."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def engine(
+    context: typer.Context,
+    model_path: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    host: Annotated[str, typer.Option(help="Address to listen on; engines belong on loopback or a private net.")] = (
+        "127.0.0.1"
+    ),
+    agentkv_compress_every: Annotated[int, typer.Option(help="Decode tokens over the budget per compression.")] = 128,
+    agentkv_max_sessions: Annotated[int, typer.Option(help="Live compressed sessions; 0 = what the pool holds.")] = 0,
+    agentkv_typical_budget: Annotated[int, typer.Option(help="Only for sizing the number of sessions.")] = 4096,
+    agentkv_say_phase: Annotated[str, typer.Option(help="Phase of visible text: others, act or think.")] = "others",
+    agentkv_kernels: Annotated[str, typer.Option(help="triton, torch, or auto (by device).")] = "auto",
+    agentkv_idle_seconds: Annotated[float, typer.Option(help="Release a session's state after this time.")] = 3600.0,
+) -> None:
+    """Start one SGLang worker with the AgentKV cache. All further flags are SGLang's own."""
+    selfcheck.require_version()
+    if agentkv_say_phase not in ("others", "act", "think"):
+        raise typer.BadParameter("--agentkv-say-phase must be others, act or think")
+    if agentkv_kernels not in ("auto", "torch", "triton"):
+        raise typer.BadParameter("--agentkv-kernels must be auto, torch or triton")
+    config = EngineConfig(
+        compress_every=agentkv_compress_every,
+        max_sessions=agentkv_max_sessions,
+        typical_budget=agentkv_typical_budget,
+        say_phase=agentkv_say_phase,
+        kernels=agentkv_kernels,
+        idle_seconds=agentkv_idle_seconds,
+        dump_dir=os.environ.get("AGENTKV_DUMP", ""),
+    )
+    cpu = not has_gpu()
+    command = server_command(context.args, model_path, port, host, cpu=cpu)
+    os.environ[ENVIRONMENT] = config.dump()
+    typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[3:])}", err=True)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    app()

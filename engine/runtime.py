@@ -1,0 +1,71 @@
+"""The one runtime object of a worker process: what all hooks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agentkv_serve.engine.automata import AutomatonBank
+from agentkv_serve.engine.capture import CapturePlan
+from agentkv_serve.engine.config import EngineConfig
+from agentkv_serve.engine.sessions import SessionTable
+from agentkv_serve.engine.state import ModelShape, SessionSlots
+from agentkv_serve.engine.turn import Turn
+from agentkv_serve.kernels.backend import Backend
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Created with the attention backend, completed when the scheduler builds its cache."""
+
+    config: EngineConfig
+    shape: ModelShape
+    slots: SessionSlots
+    sessions: SessionTable
+    automata: AutomatonBank
+    layer_index: dict[int, int]  # layer id -> place among the attention layers
+    kv_pool: Any  # SGLang's MHATokenToKVPool
+    req_to_token: torch.Tensor  # [rows, context] int32
+    backend: Backend  # kernels: torch or triton
+    tree: Any = None  # AgentKVRadixCache
+    scheduler: Any = None
+    plan: CapturePlan | None = None  # what the running forward captures
+    force_window: bool = False  # the running forward takes the window path even if nothing is compressed
+    arriving: Turn | None = None  # the turn whose request SGLang is creating right now
+
+    def start_of(self, kv: Any) -> int:
+        """First valid row position of an SGLang KV record (0 = nothing was compressed)."""
+        record = self.sessions.by_row(kv.req_pool_idx)
+        return 0 if record is None or record.kv is None else record.kv.start
+
+    def drop_row(self, row: int | None) -> None:
+        """Forgets the compressed state in a row; its session slot is free again."""
+        if row is None:
+            return
+        kv = self.sessions.drop_row(row)
+        if kv is not None:
+            self.slots.give_back(kv.slot)
+            self.slots.row_slot[row] = 0
+            self.slots.start[row] = 0
+
+
+_runtime: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The runtime of this process; None in processes that run no model, and in servers without our cache."""
+    return _runtime
+
+
+def install(runtime: Runtime) -> None:
+    """Makes `runtime` the one of this process.
+
+    Raises:
+        RuntimeError: there is one already.
+    """
+    global _runtime
+    if _runtime is not None:
+        raise RuntimeError("this process has an AgentKV runtime already")
+    _runtime = runtime

@@ -1,0 +1,115 @@
+"""What a worker knows of its sessions: fencing epochs, and the compressed state of those that are live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from agentkv_serve.engine.wire import State, TurnSpec, WireError
+
+
+@dataclass(slots=True)
+class KvState:
+    """The compressed KV of one session. It lives and dies with the session's req_to_token row."""
+
+    row: int
+    slot: int  # session slot of the rings
+    policy: str
+    start: int = 0  # first valid position of the row: [start, L) is the window
+    kept: Tensor | None = None  # [L, Hkv, K] int32 logical positions of the window's first K entries
+
+
+@dataclass(slots=True)
+class SessionRecord:
+    """A session that this worker has seen. Without `kv` it is a tombstone: it only fences epochs."""
+
+    key: str
+    epoch: int
+    last_used: float
+    kv: KvState | None = None
+    lost: str | None = None  # why the state is gone, for the next turn's reason
+    labels: npt.NDArray[np.int8] | None = None  # of all tokens of the last finished turn
+
+
+class SessionTable:
+    """Records by session key and, while they hold KV, by req_to_token row.
+
+    The clock is handed in, so that tests need not wait.
+    """
+
+    def __init__(self, tombstone_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tombstone_seconds = tombstone_seconds
+        self._clock = clock
+        self._records: dict[str, SessionRecord] = {}
+        self._by_row: dict[int, SessionRecord] = {}
+
+    def __iter__(self) -> Iterator[SessionRecord]:
+        return iter(self._records.values())
+
+    def get(self, key: str) -> SessionRecord | None:
+        """The record of a session, live or tombstone."""
+        return self._records.get(key)
+
+    def by_row(self, row: int | None) -> SessionRecord | None:
+        """The record whose KV lies in a row."""
+        return None if row is None else self._by_row.get(row)
+
+    def admit(self, spec: TurnSpec) -> SessionRecord:
+        """Fences a turn by its epoch and notes the use. Creates the record of an unseen session.
+
+        Raises:
+            WireError: `stale_epoch` when a later turn of the session was already seen.
+        """
+        record = self._records.get(spec.session)
+        if record is None:
+            record = SessionRecord(spec.session, spec.epoch, self._clock())
+            record.lost = "restarted" if spec.epoch > 0 else None
+            self._records[spec.session] = record
+        elif spec.epoch < record.epoch:
+            raise WireError(
+                "stale_epoch",
+                f"epoch {spec.epoch} is behind {record.epoch}: another gateway process drives this session now",
+            )
+        record.epoch = spec.epoch
+        record.last_used = self._clock()
+        return record
+
+    def bind(self, record: SessionRecord, kv: KvState) -> None:
+        """Gives a session its KV state."""
+        record.kv = kv
+        self._by_row[kv.row] = record
+
+    def drop_row(self, row: int) -> KvState | None:
+        """Forgets the KV state in a row that is being freed; the record stays as a tombstone."""
+        record = self._by_row.pop(row, None)
+        if record is None:
+            return None
+        kv, record.kv = record.kv, None
+        if record.lost is None:
+            record.lost = "evicted"
+        return kv
+
+    def close(self, key: str) -> None:
+        """Notes that a session was closed: its next turn starts clean, its epoch still fences."""
+        record = self._records.get(key)
+        if record is not None:
+            record.lost, record.labels = None, None
+
+    def sweep(self) -> None:
+        """Drops tombstones that have outlived their time."""
+        limit = self._clock() - self._tombstone_seconds
+        for key in [r.key for r in self if r.kv is None and r.last_used < limit]:
+            del self._records[key]
+
+
+def outcome(record: SessionRecord, *, resumed: bool) -> tuple[State, str | None]:
+    """What a turn's reply says of the session's state, and clears the reason."""
+    reason, record.lost = record.lost, None
+    if resumed:
+        return "resumed", None
+    return ("rebuilt", reason) if reason else ("new", None)

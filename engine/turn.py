@@ -1,0 +1,56 @@
+"""One running turn of a session, as the scheduler's hooks see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentkv_serve.engine.automata import AutomatonBank
+from agentkv_serve.engine.policies import Policy
+from agentkv_serve.engine.wire import Facts, State, TurnSpec
+
+ATTRIBUTE = "agentkv_turn"
+"""Name under which a turn hangs on SGLang's `Req`."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A request that belongs to one of our sessions."""
+
+    spec: TurnSpec
+    policy: Policy
+    prompt: Any  # array("q") of the whole prompt's token ids
+    initial: int  # automaton state before the first sampled token
+    state: State
+    reason: str | None
+    prefill: int | None = None  # prompt tokens computed, known at the first extend
+    compactions: int = 0
+    facts: Facts | None = None
+    sampled: npt.NDArray[np.int8] = field(default_factory=lambda: np.empty(0, dtype=np.int8))
+    automaton: int = 0  # state after the tokens in `sampled`
+
+    def __post_init__(self) -> None:
+        self.automaton = self.initial
+
+    @property
+    def compresses(self) -> bool:
+        """Whether this turn's session may be compressed."""
+        return self.policy.compresses and self.spec.budget > 0
+
+    def labels(self, output_ids: Any, automata: AutomatonBank) -> npt.NDArray[np.int8]:
+        """[prompt + sampled] labels of all tokens so far; each sampled token is labelled once."""
+        if len(self.sampled) > len(output_ids):  # the engine trimmed a finished turn's overshoot
+            self.sampled, self.automaton = self.sampled[:0], self.initial
+        fresh = list(output_ids[len(self.sampled) :])
+        if fresh:
+            labels, self.automaton = automata.run(self.spec.family, self.automaton, fresh)
+            self.sampled = np.concatenate([self.sampled, labels])
+        return np.concatenate([self.spec.labels, self.sampled])
+
+
+def turn_of(req: Any) -> Turn | None:
+    """The turn of a request, or None if it belongs to no session of ours."""
+    return getattr(req, ATTRIBUTE, None)
