@@ -6,8 +6,8 @@ import importlib
 import sys
 from typing import Any
 
-import click
 import typer
+import typer._click as click  # typer ships its own click
 from typer.core import TyperGroup
 
 # name -> (module that defines `app` (a typer.Typer), one line of help)
