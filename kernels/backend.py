@@ -55,6 +55,19 @@ def check_pool(name: str, buffers: Sequence[torch.Tensor]) -> tuple[int, int]:
 def check_index(name: str, index: torch.Tensor, dim: int = 1) -> None:
     """Raise `ValueError` unless `index` is an int64 tensor of `dim` dimensions."""
     if index.dtype != torch.int64 or index.dim() != dim:
-        raise ValueError(
-            f"{name} must be int64 with {dim} dimension(s), got {index.dtype} {tuple(index.shape)}"
-        )
+        raise ValueError(f"{name} must be int64 with {dim} dimension(s), got {index.dtype} {tuple(index.shape)}")
+
+
+def base_addresses(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Base addresses int64 `[L]` of the layers' buffers, on their device: one launch can then serve all
+    layers."""
+    return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(
+        buffers[0].device, non_blocking=True
+    )
+
+
+def aligned(buffers: Sequence[torch.Tensor], size: int) -> bool:
+    """Whether every row of every head starts at a multiple of `size` bytes, in all layers."""
+    first = buffers[0]
+    steps = [stride * first.element_size() for stride in first.stride()[:-1]]
+    return all(number % size == 0 for number in [*steps, *(buffer.data_ptr() for buffer in buffers)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from agentkv_serve.kernels.backend import Backend, check_index, check_pool, resolve
 from agentkv_serve.kernels.compact import reference
 
@@ -37,9 +38,7 @@ def gather_write(
     hkv, _ = check_pool("k_buffers", k_buffers)
     v_heads, _ = check_pool("v_buffers", v_buffers)
     if len(v_buffers) != len(k_buffers) or v_heads != hkv:
-        raise ValueError(
-            f"v_buffers: {len(v_buffers)} layers of {v_heads} heads, k_buffers: {len(k_buffers)} of {hkv}"
-        )
+        raise ValueError(f"v_buffers: {len(v_buffers)} layers of {v_heads} heads, k_buffers: {len(k_buffers)} of {hkv}")
     check_index("source", source)
     check_index("target", target)
     check_index("kept", kept, dim=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from agentkv_serve.kernels.backend import Backend, check_index, resolve
 from agentkv_serve.kernels.phase_step import reference
 

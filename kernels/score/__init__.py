@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from agentkv_serve.kernels.backend import Backend, check_index, check_pool, resolve
 from agentkv_serve.kernels.score import reference
 
@@ -91,6 +92,10 @@ def attention_mass_layers(
         raise ValueError(f"valid must be bool [{queries.shape[1]}], got {valid.dtype} {tuple(valid.shape)}")
     if pool > 1 and pool % 2 == 0:
         raise ValueError(f"pool must be odd (or 0 for none), got {pool}")
+    if value_power < 0:
+        raise ValueError(f"value_power must not be negative, got {value_power}")
+    if value_power == 0:
+        v_buffers = None
     if v_buffers is not None:
         v_heads, _ = check_pool("v_buffers", v_buffers)
         if len(v_buffers) != len(k_buffers) or v_heads != hkv:

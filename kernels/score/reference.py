@@ -38,9 +38,7 @@ def attention_mass_layers(
     return mass
 
 
-def _mass(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, group_max: bool, out: torch.Tensor
-) -> None:
+def _mass(queries: torch.Tensor, keys: torch.Tensor, scale: float, group_max: bool, out: torch.Tensor) -> None:
     """Write the mean softmax of `queries` [U, Hq, D] over `keys` [N, Hkv, D] to `out` [Hkv, N]."""
     number, hq, dim = queries.shape
     count, hkv, _ = keys.shape
@@ -48,7 +46,7 @@ def _mass(
     grouped = (queries.float() * scale).view(number, hkv, group, dim)
     step = max(1, _PAIRS // (group * count))
     for head in range(hkv):
-        for part in grouped[:, head].split(step):
+        for part in torch.split(grouped[:, head], step):
             logits = torch.mm(part.reshape(-1, dim), keys[:, head].t())
             if group_max:
                 logits = logits.view(-1, group, count).amax(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from agentkv_serve.kernels.backend import Backend, resolve
 from agentkv_serve.kernels.select import reference
 
@@ -34,17 +35,14 @@ def top_keep(
         raise ValueError(f"cannot keep {keep} of {count} tokens")
     if protected.dtype != torch.bool or protected.shape not in ((count,), scores.shape):
         raise ValueError(
-            f"protected must be bool [{count}] or {tuple(scores.shape)}, "
-            f"got {protected.dtype} {tuple(protected.shape)}"
+            f"protected must be bool [{count}] or {tuple(scores.shape)}, got {protected.dtype} {tuple(protected.shape)}"
         )
     if validate is None:
         validate = protected.device.type == "cpu"
     if validate and count:
         most = int(protected.sum(-1).max())
         if most > keep:
-            raise ValueError(
-                f"{most} protected tokens do not fit {keep} kept ones: raise the budget or protect fewer"
-            )
+            raise ValueError(f"{most} protected tokens do not fit {keep} kept ones: raise the budget or protect fewer")
     if keep == 0 or not scores.numel():
         return torch.empty(*scores.shape[:-1], keep, dtype=torch.int64, device=scores.device)
     if resolve(backend, scores.device) == "triton":

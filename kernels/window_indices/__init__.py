@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from agentkv_serve.kernels.backend import Backend, check_index, resolve
 from agentkv_serve.kernels.window_indices import reference
 
@@ -29,9 +30,7 @@ def window_indices(
     the call is recordable in a CUDA graph. Raises `ValueError` for shapes that do not fit.
     """
     if req_to_token.dtype != torch.int32 or req_to_token.dim() != 2:
-        raise ValueError(
-            f"req_to_token must be int32 [R, M], got {req_to_token.dtype} {tuple(req_to_token.shape)}"
-        )
+        raise ValueError(f"req_to_token must be int32 [R, M], got {req_to_token.dtype} {tuple(req_to_token.shape)}")
     for name, index in (("rows", rows), ("start", start), ("seq_lens", seq_lens)):
         check_index(name, index)
     if rows.shape != seq_lens.shape or start.numel() != req_to_token.shape[0]:

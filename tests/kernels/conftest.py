@@ -12,10 +12,11 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator
 
-import agentkv_serve.kernels as kernels
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import agentkv_serve.kernels as kernels
 
 settings.register_profile(
     "kernels", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -34,11 +35,12 @@ def interpreter(device: torch.device) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton.experimental.gluon")  # which takes the library functions as it finds them
         import triton.language as tl
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
+        patch.setenv("TRITON_INTERPRET", "1")
         for module in (tl, tl.standard):
             for name, member in vars(module).items():
                 if isinstance(member, JITFunction):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from agentkv_serve.kernels.compact import gather_write
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]
@@ -36,7 +37,7 @@ def keep_sets(layers, hkv, count, keep, fresh, device):
     return order[..., :keep].sort(-1).values
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("shifted", [True, False], ids=["shifted", "any"])
 @pytest.mark.parametrize(
     ("count", "keep", "hkv", "dim", "v_dim", "page", "dtype"),
@@ -49,9 +50,7 @@ def keep_sets(layers, hkv, count, keep, fresh, device):
         (130, 65, 2, 5, 3, 1, torch.bfloat16),
     ],
 )
-def test_compact_moves_bits(
-    count, keep, hkv, dim, v_dim, page, dtype, shifted, device, fresh, paged, backend
-):
+def test_compact_moves_bits(count, keep, hkv, dim, v_dim, page, dtype, shifted, device, fresh, paged, backend):
     slots = paged(count, page)
     k, v = pools(2, int(slots.max()) + 1, hkv, dim, v_dim, dtype, fresh, device)
     kept = keep_sets(2, hkv, count, keep, fresh, device)
@@ -63,7 +62,7 @@ def test_compact_moves_bits(
         assert torch.equal(bits(v[layer]), wanted_v[layer])
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("case", range(6))
 def test_compact_onto_any_slots(case, device, fresh, backend):
     """Targets drawn from the source's own slots in random order, kept in random order: the worst overlap."""
@@ -79,7 +78,7 @@ def test_compact_onto_any_slots(case, device, fresh, backend):
         assert torch.equal(bits(v[layer]), wanted_v[layer])
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("fresh_slots", [0, 13, 40])
 def test_compact_copies_out_of_a_shared_prefix(fresh_slots, device, fresh, backend):
     """The first targets are new slots (copy-on-compact): the shared source slots stay bit-identical."""

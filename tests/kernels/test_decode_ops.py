@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from agentkv_serve.kernels.capture import write
 from agentkv_serve.kernels.phase_step import step
 from agentkv_serve.kernels.window_indices import window_indices
 
-BACKENDS = pytest.mark.parametrize("backend", ["torch"])
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
 @BACKENDS
@@ -28,10 +29,10 @@ def test_capture_writes_the_named_cells_only(tokens, heads, dim, dtype, device, 
     cells = torch.randperm((slots - 1) * phases * depth, generator=fresh, device=device)[:tokens]
     slot, phase, position = cells // (phases * depth) + 1, cells // depth % phases, cells % depth
     slot[::5] = 0
-    queries = torch.randn(tokens, heads, dim, generator=fresh, device=device)
+    queries = torch.randn(tokens, heads, dim, generator=fresh, device=device).to(dtype)
     wanted = ring.clone()
     for t in range(tokens):
-        wanted[slot[t], 1, phase[t], position[t]] = queries[t].to(dtype)
+        wanted[slot[t], 1, phase[t], position[t]] = queries[t]
     write(ring, 1, queries, slot, phase, position, backend=backend)
     assert torch.equal(ring[1:], wanted[1:])
 
@@ -74,9 +75,7 @@ def test_phase_step_is_a_table_lookup(rows, device, fresh, backend):
         assert read.dtype == torch.int8
         assert state_after.dtype == torch.int64
         assert read.tolist() == [int(label[s, i]) for s, i in zip(state.tolist(), clamped, strict=True)]
-        assert state_after.tolist() == [
-            int(table[s, i]) for s, i in zip(state.tolist(), clamped, strict=True)
-        ]
+        assert state_after.tolist() == [int(table[s, i]) for s, i in zip(state.tolist(), clamped, strict=True)]
         state = state_after
 
 
@@ -103,8 +102,7 @@ def test_window_indices_are_row_slices(batch, page, device, fresh, backend):
         lens[1] = start[rows[1]] - 1  # a padded row of a graph: shorter than its start
         start[rows[2]] = 0  # never compressed
     slices = [
-        table[r, int(start[r]) : max(int(n), int(start[r]))]
-        for r, n in zip(rows.tolist(), lens.tolist(), strict=True)
+        table[r, int(start[r]) : max(int(n), int(start[r]))] for r, n in zip(rows.tolist(), lens.tolist(), strict=True)
     ]
     wanted = torch.cat(slices).long()
     indptr, indices = window_indices(table, rows, start, lens, backend=backend)

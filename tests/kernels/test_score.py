@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from agentkv_serve.kernels.score import attention_mass, attention_mass_layers
 
 # (keys, queries, head size, GQA group, KV heads, page, dtype)
@@ -68,31 +69,29 @@ def check(case, device, fresh, paged, close, backend, group_max=True, pool=7, po
     close(got, wanted, 2e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_score_is_the_formula(case, device, fresh, paged, close, backend):
     check(case, device, fresh, paged, close, backend)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_score_is_the_formula_on_the_full_grid(case, device, fresh, paged, close, backend):
     check(case, device, fresh, paged, close, backend)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("group_max", "pool", "power"),
     [(False, 0, None), (False, 7, 1.0), (True, 1, 0.5), (True, 5, 1.0), (True, 7, 2.0)],
 )
 def test_score_switches(group_max, pool, power, device, fresh, paged, close, backend):
-    check(
-        (130, 12, 64, 3, 2, 16, torch.bfloat16), device, fresh, paged, close, backend, group_max, pool, power
-    )
+    check((130, 12, 64, 3, 2, 16, torch.bfloat16), device, fresh, paged, close, backend, group_max, pool, power)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_score_of_layers_is_the_score_of_each(device, fresh, paged, close, backend):
     layers, number, hkv, dim = 3, 20, 2, 64
     slots = paged(200, 16)
@@ -104,13 +103,11 @@ def test_score_of_layers_is_the_score_of_each(device, fresh, paged, close, backe
     valid = torch.ones(number, dtype=torch.bool, device=device)
     got = attention_mass_layers(queries, valid, k, slots, scale=0.1, v_buffers=v, backend=backend)
     for layer in range(layers):
-        alone = attention_mass(
-            queries[layer], valid, k[layer], slots, scale=0.1, values=v[layer], backend="torch"
-        )
+        alone = attention_mass(queries[layer], valid, k[layer], slots, scale=0.1, values=v[layer], backend="torch")
         close(got[layer], alone, 2e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_score_without_valid_queries_is_zero(device, paged, backend):
     slots = paged(40, 1)
     keys = torch.ones(int(slots.max()) + 1, 2, 64, device=device)
@@ -121,7 +118,7 @@ def test_score_without_valid_queries_is_zero(device, paged, backend):
     assert torch.equal(got, torch.zeros(2, 40, device=device))
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_score_does_not_depend_on_where_the_rows_lie(device, fresh, paged, close, backend):
     content = torch.randn(150, 2, 64, generator=fresh, device=device)
     queries = torch.randn(16, 4, 64, generator=fresh, device=device)
@@ -135,7 +132,7 @@ def test_score_does_not_depend_on_where_the_rows_lie(device, fresh, paged, close
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_score_survives_large_logits(device, fresh, paged, close, backend):
     """Logits of some hundred must neither overflow nor lose the sum: softmax is shift invariant."""
     slots = paged(300, 1)

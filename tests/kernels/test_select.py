@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agentkv_serve.kernels.select import top_keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from agentkv_serve.kernels.select import top_keep
 
 INF, NAN = float("inf"), float("nan")
 
@@ -17,7 +18,7 @@ def oracle(scores: list[float], keep: int, protected: list[bool]) -> list[int]:
     return sorted(order[:keep])
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @settings.get_profile("kernels")
 @given(data=st.data())
 def test_select_is_a_stable_sort(data, device, backend):
@@ -32,7 +33,7 @@ def test_select_is_a_stable_sort(data, device, backend):
     assert got.tolist() == oracle(torch.tensor(scores, dtype=torch.float32).tolist(), keep, protected)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 500, 4097])
 @pytest.mark.parametrize("levels", [3, 1 << 20], ids=["ties", "distinct"])
 def test_select_on_ragged_sizes(count, levels, device, fresh, backend):
@@ -48,7 +49,7 @@ def test_select_on_ragged_sizes(count, levels, device, fresh, backend):
             assert row.tolist() == oracle(line.tolist(), keep, mask.tolist())
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_select_shares_one_mask_between_rows(device, fresh, backend):
     scores = torch.randn(4, 100, generator=fresh, device=device)
     protected = torch.zeros(100, dtype=torch.bool, device=device)
@@ -60,7 +61,7 @@ def test_select_shares_one_mask_between_rows(device, fresh, backend):
         assert row == sorted(set(row))
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_select_unchecked_keeps_the_first_protected(device, backend):
     scores = torch.arange(50, device=device).float()
     protected = torch.ones(50, dtype=torch.bool, device=device)
