@@ -1,0 +1,53 @@
+"""The gateway application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from agentkv_serve import __version__
+from agentkv_serve.gateway.edge import Edge, api_error, client_gone, http_error
+from agentkv_serve.gateway.errors import ApiError
+from agentkv_serve.gateway.routes.chat import chat_completions
+from agentkv_serve.gateway.routes.health import healthz, metrics, readyz
+from agentkv_serve.gateway.routes.models import get_model, list_models
+from agentkv_serve.gateway.runtime import Runtime
+from agentkv_serve.gateway.sessions.rendering import Renderer
+from agentkv_serve.gateway.settings import Settings
+from agentkv_serve.gateway.turns.departure import ClientGone
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The gateway for `settings`. All state is made in the lifespan and ends with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        renderer = await asyncio.to_thread(Renderer.load, settings.model_path)
+        async with Runtime(settings, renderer) as runtime:
+            app.state.runtime = runtime
+            yield
+
+    app = FastAPI(
+        title="AgentKV Serve gateway",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={ApiError: api_error, ClientGone: client_gone, HTTPException: http_error},
+    )
+    # Plain routes: the hot path pays for no validation layer of the framework.
+    app.router.routes += [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
+        Route("/healthz", healthz, methods=["GET"]),
+        Route("/readyz", readyz, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
+    app.add_middleware(Edge)
+    return app

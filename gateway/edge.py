@@ -1,0 +1,85 @@
+"""The outermost layer: request ids, errors in one shape, counts. Pure ASGI, so that streams pass untouched."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentkv_serve.gateway.errors import ApiError
+from agentkv_serve.gateway.turns.departure import ClientGone
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+CLIENT_CLOSED = 499
+
+
+class Edge:
+    """ASGI middleware around everything."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started = 0, time.monotonic()
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        metrics = scope["app"].state.runtime.metrics
+        metrics.inflight.inc()
+        try:
+            await self.app(scope, receive, tell)
+        except ClientGone:
+            status = CLIENT_CLOSED
+        except Exception:
+            log.exception("request %s failed", request_id)
+            if status:
+                raise
+            await _internal().response()(scope, receive, tell)
+        finally:
+            metrics.inflight.dec()
+            route = getattr(scope.get("endpoint"), "__name__", "unknown")
+            metrics.requests.labels(route, str(status)).inc()
+            metrics.duration.labels(route).observe(time.monotonic() - started)
+
+
+async def api_error(request: Request, error: Exception) -> Response:
+    """Handler of ApiError."""
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Handler of the framework's own errors: unknown path, wrong method."""
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = f"{error.detail}: {request.method} {request.url.path[:200]}"
+    return ApiError(error.status_code, code, message, headers=error.headers).response()
+
+
+async def client_gone(request: Request, error: Exception) -> Response:
+    """Handler of ClientGone: nobody reads this, but the status is counted."""
+    return Response(status_code=CLIENT_CLOSED)
+
+
+def _internal() -> ApiError:
+    return ApiError(500, "internal_error", "The gateway failed on this request; its log says why.")

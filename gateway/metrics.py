@@ -1,0 +1,68 @@
+"""Prometheus metrics of one gateway. No label ever carries a session, a key or a client's free text."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """All metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "agentkv_requests_total", "Replies by route and status.", ["route", "status"], registry=registry
+        )
+        self.inflight = Gauge("agentkv_requests_in_flight", "Requests being served.", registry=registry)
+        self.duration = Histogram(
+            "agentkv_request_duration_seconds",
+            "Time from request to the last byte.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "agentkv_time_to_first_token_seconds",
+            "Time from request to the first content frame.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.turns = Counter(
+            "agentkv_turns_total",
+            "Turns by the state that the engine reported.",
+            ["state", "reason"],
+            registry=registry,
+        )
+        self.mismatches = Counter(
+            "agentkv_state_mismatches_total",
+            "Turns whose state was not the one announced in the header.",
+            ["expected", "state"],
+            registry=registry,
+        )
+        self.tokens = Counter("agentkv_tokens_total", "Tokens by kind.", ["kind"], registry=registry)
+        self.uncommitted = Counter(
+            "agentkv_turns_uncommitted_total",
+            "Turns that left no trace in their session.",
+            ["reason"],
+            registry=registry,
+        )
+        self.upstream_errors = Counter(
+            "agentkv_upstream_errors_total", "Failures of workers.", ["worker", "kind"], registry=registry
+        )
+        self.aborts = Counter(
+            "agentkv_aborts_total",
+            "Turns aborted upstream because the client left.",
+            ["delivered"],
+            registry=registry,
+        )
+        self.workers = Gauge("agentkv_worker_up", "1 when the worker is healthy.", ["worker"], registry=registry)
+        self.sessions = Gauge("agentkv_sessions", "Sessions held.", registry=registry)
+        self.resident = Gauge(
+            "agentkv_session_kv_tokens", "KV tokens that sessions hold.", ["worker"], registry=registry
+        )
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,1 @@
+"""HTTP routes: what each endpoint reads and answers."""

@@ -1,0 +1,38 @@
+"""Liveness, readiness and metrics."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from agentkv_serve.gateway.encoding import dumps
+from agentkv_serve.gateway.runtime import runtime_of
+
+
+async def healthz(request: Request) -> Response:
+    """The process is up."""
+    return Response(dumps({"status": "ok"}), media_type="application/json")
+
+
+async def readyz(request: Request) -> Response:
+    """200 when a worker can take a turn."""
+    runtime = runtime_of(request)
+    workers = {w.id: "up" if w.healthy else "down" for w in runtime.registry}
+    ready = "up" in workers.values() and not runtime.stopping
+    body = {"status": "ready" if ready else "stopping" if runtime.stopping else "no_worker", "workers": workers}
+    return Response(dumps(body), 200 if ready else 503, media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    runtime = runtime_of(request)
+    sample = runtime.metrics
+    resident = await runtime.store.resident()
+    sample.sessions.set(len(await runtime.store.sessions(None)))
+    # Set anew at each scrape, so that a removed worker leaves no stale series.
+    sample.workers.clear()
+    sample.resident.clear()
+    for worker in runtime.registry:
+        sample.workers.labels(worker.id).set(int(worker.healthy))
+        sample.resident.labels(worker.id).set(resident.get(worker.id, 0))
+    return Response(sample.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,81 @@
+"""A turn as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from agentkv_serve.gateway.encoding import dumps
+from agentkv_serve.gateway.errors import ApiError
+from agentkv_serve.gateway.settings import StreamSettings
+from agentkv_serve.gateway.turns.departure import ClientGone, Departure
+from agentkv_serve.gateway.turns.turn import Turn
+
+SSE_HEADERS: Mapping[str, str] = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
+    "x-accel-buffering": "no",
+}
+
+
+class TurnStream(Response):
+    """Relays a turn whose `open` runs in the task `opening`; keep-alives fill every silence."""
+
+    def __init__(self, turn: Turn, opening: asyncio.Task[None], departure: Departure, settings: StreamSettings) -> None:
+        super().__init__(None, 200, {**turn.headers(), **SSE_HEADERS})
+        del self.headers["content-length"]
+        self._turn = turn
+        self._opening = opening
+        self._departure = departure
+        self._settings = settings
+        self._last = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            await self._relay(send)
+        finally:
+            pings.cancel()
+            await asyncio.gather(pings, return_exceptions=True)
+            await self._departure.__aexit__(None, None, None)
+        if not self._departure.gone:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _relay(self, send: Send) -> None:
+        try:
+            await self._opening
+            # Goes on to the end for a client that has left: only then is the session free.
+            async for data in self._turn.frames():
+                await self._write(send, data)
+        except ApiError as error:
+            await self._write(send, error.frame())
+        except ClientGone:
+            return
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(max(0.01, self._last + self._settings.ping - time.monotonic()))
+            if time.monotonic() - self._last >= self._settings.ping:
+                await self._write(send, self._keep_alive())
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        if not self._departure.gone:
+            self._last = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _keep_alive(self) -> bytes:
+        if self._settings.kind == "comment":
+            return b": ping\n\n"
+        chunk = {
+            "id": "keep-alive",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": self._turn.plan.request.model,
+            "choices": [{"index": 0, "delta": {}, "finish_reason": None}],
+        }
+        return b"data: " + dumps(chunk) + b"\n\n"

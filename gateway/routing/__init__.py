@@ -1,0 +1,1 @@
+"""Workers: which there are, how they do, and which one takes a turn."""

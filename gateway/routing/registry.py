@@ -1,0 +1,89 @@
+"""The workers of one gateway process, kept up to date by health checks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator
+
+from agentkv_serve.gateway.routing.worker import Worker
+from agentkv_serve.gateway.upstream.client import EngineClient, UpstreamError
+
+log = logging.getLogger(__name__)
+
+DOWN_AFTER = 3  # failed checks in a row; a refused connection counts at once
+
+
+class Registry:
+    """Workers by id."""
+
+    def __init__(self, workers: Iterable[Worker], client: EngineClient) -> None:
+        self._client = client
+        self._workers: dict[str, Worker] = {}
+        for worker in workers:
+            self.add(worker)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker of that id."""
+        return self._workers.get(worker_id)
+
+    def add(self, worker: Worker) -> None:
+        """Register a worker; raises ValueError when its id is taken."""
+        if worker.id in self._workers:
+            raise ValueError(f"two workers have the id {worker.id!r}: give each its own")
+        self._workers[worker.id] = worker
+
+    def remove(self, worker_id: str) -> Worker | None:
+        """Forget a worker; its sessions are rebuilt elsewhere."""
+        return self._workers.pop(worker_id, None)
+
+    def models(self) -> dict[str, int]:
+        """Served models with the context length (the smallest among their workers; 0 when unknown)."""
+        lengths: dict[str, int] = {}
+        for worker in self:
+            for model in worker.models:
+                known = lengths.get(model)
+                lengths[model] = worker.context_length if known is None else min(known, worker.context_length)
+        return lengths
+
+    async def watch(self, interval: float) -> None:
+        """Check all workers for ever; more often while one has never been seen healthy."""
+        while True:
+            await self.check()
+            starting = any(not worker.instance for worker in self)
+            await asyncio.sleep(min(interval, 1.0) if starting else interval)
+
+    async def check(self) -> None:
+        """Check every worker once."""
+        await asyncio.gather(*(self._check(worker) for worker in list(self)))
+
+    async def _check(self, worker: Worker) -> None:
+        if not await self._client.healthy(worker):
+            self.failed(worker)
+            return
+        try:
+            info = await self._client.server_info(worker)
+            models = await self._client.models(worker)
+        except (UpstreamError, KeyError, ValueError) as error:
+            log.warning("worker %s is healthy but does not describe itself: %s", worker.id, error)
+            self.failed(worker)
+            return
+        instance = str(info.get("startup_time") or info.get("instance_id") or "unknown")
+        if worker.instance and worker.instance != instance:
+            log.warning("worker %s was restarted: its sessions will be rebuilt", worker.id)
+        if not worker.healthy:
+            log.info("worker %s is up", worker.id)
+        worker.instance = instance
+        worker.models = tuple(str(model["id"]) for model in models)
+        worker.context_length = min((int(model.get("max_model_len") or 0) for model in models), default=0)
+        worker.healthy, worker.failures = True, 0
+
+    def failed(self, worker: Worker, *, gone: bool = False) -> None:
+        """Count a failure; `gone` (a refused connection) takes the worker out at once."""
+        worker.failures += 1
+        if worker.healthy and (gone or worker.failures >= DOWN_AFTER):
+            worker.healthy = False
+            log.warning("worker %s is down", worker.id)

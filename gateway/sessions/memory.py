@@ -1,0 +1,189 @@
+"""Sessions in this process: the default store, for one gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+from agentkv_serve.gateway.sessions.session import Session
+from agentkv_serve.gateway.sessions.store import (
+    CALL_MARK,
+    Lease,
+    LeaseLost,
+    Mark,
+    SessionBusy,
+    TooManySessions,
+)
+
+
+class MemoryStore:
+    """A SessionStore of dictionaries; sessions stand in order of last use."""
+
+    def __init__(self, idle_ttl: float, clock: Callable[[], float]) -> None:
+        self._ttl = idle_ttl
+        self._clock = clock
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._leases: dict[str, str] = {}
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._index: dict[tuple[str, Mark], tuple[str, ...]] = {}
+        self._resident: Counter[str] = Counter()
+        self._per_tenant: Counter[str] = Counter()
+
+    async def peek(self, key: str) -> tuple[Session | None, bool]:
+        return self._sessions.get(key), key in self._leases
+
+    async def claim(self, fresh: Session, wait: float, limit: int) -> Lease:
+        key = fresh.key
+        deadline = self._clock() + wait
+        while key in self._leases:
+            left = deadline - self._clock()
+            if left <= 0 or not await self._wait(key, left):
+                raise SessionBusy(key)
+        session = self._sessions.get(key)
+        if session is None:
+            self._make_room(fresh.tenant, limit)
+            session = self._sessions[key] = fresh
+            self._per_tenant[fresh.tenant] += 1
+        self._sessions.move_to_end(key)
+        token = secrets.token_hex(8)
+        self._leases[key] = token
+        epoch = session.epoch
+        session.epoch += 1
+        own = copy.copy(session)
+        own.ledger = copy.copy(session.ledger)
+        own.ledger.turns = dict(session.ledger.turns)
+        return Lease(own, epoch, token)
+
+    async def bump(self, lease: Lease) -> None:
+        session = self._held(lease)
+        lease.epoch = session.epoch
+        session.epoch += 1
+
+    async def announce(self, lease: Lease) -> None:
+        self._held(lease).head = lease.session.head
+
+    async def commit(self, lease: Lease) -> None:
+        old = self._held(lease)
+        new = lease.session
+        new.epoch = old.epoch
+        new.used = self._clock()
+        self._unindex(old, keep=new)
+        self._sessions[new.key] = new
+        self._sessions.move_to_end(new.key)
+        self._place(old, -1)
+        self._place(new, 1)
+        for mark in marks_of(new):
+            keys = self._index.get((new.scope, mark), ())
+            if new.key not in keys:
+                self._index[new.scope, mark] = (*keys, new.key)
+        self._free(new.key)
+
+    async def release(self, lease: Lease, *, dispatched: bool) -> None:
+        if self._leases.get(lease.session.key) != lease.token:
+            return
+        session = self._sessions[lease.session.key]
+        session.used = self._clock()
+        if not dispatched:
+            session.epoch -= 1
+            if session.epoch == 0 and not session.ledger.turns:
+                self._forget(session)
+        self._free(lease.session.key)
+
+    async def delete(self, key: str) -> Session | None:
+        session = self._sessions.get(key)
+        if session is not None:
+            self._forget(session)
+            self._free(key)
+        return session
+
+    async def find(self, scope: str, marks: Sequence[Mark]) -> tuple[Mark, list[str]] | None:
+        for mark in marks:
+            keys = self._index.get((scope, mark))
+            if keys:
+                return mark, list(keys)
+        return None
+
+    async def sessions(self, tenant: str | None) -> list[Session]:
+        return [s for s in self._sessions.values() if tenant is None or s.tenant == tenant]
+
+    async def resident(self) -> dict[str, int]:
+        return dict(self._resident)
+
+    async def sweep(self) -> list[Session]:
+        gone = []
+        horizon = self._clock() - self._ttl
+        for session in list(self._sessions.values()):
+            if session.used > horizon:
+                break
+            if session.key not in self._leases:
+                self._forget(session)
+                gone.append(session)
+        return gone
+
+    async def _wait(self, key: str, seconds: float) -> bool:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, []).append(future)
+        try:
+            await asyncio.wait_for(future, seconds)
+        except TimeoutError:
+            return False
+        finally:
+            waiting = self._waiting.get(key, [])
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting:
+                self._waiting.pop(key, None)
+        return True
+
+    def _held(self, lease: Lease) -> Session:
+        if self._leases.get(lease.session.key) != lease.token:
+            raise LeaseLost(lease.session.key)
+        return self._sessions[lease.session.key]
+
+    def _free(self, key: str) -> None:
+        self._leases.pop(key, None)
+        # All waiters look again; the first to run takes the lease, so order of arrival holds.
+        for future in self._waiting.get(key, ()):
+            if not future.done():
+                future.set_result(None)
+
+    def _make_room(self, tenant: str, limit: int) -> None:
+        if self._per_tenant[tenant] < limit:
+            return
+        for session in self._sessions.values():
+            if session.tenant == tenant and session.key not in self._leases:
+                self._forget(session)
+                return
+        raise TooManySessions(tenant)
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.key)
+        self._per_tenant[session.tenant] -= 1
+        self._place(session, -1)
+        self._unindex(session)
+
+    def _place(self, session: Session, sign: int) -> None:
+        if session.worker:
+            self._resident[session.worker] += sign * session.kv_tokens
+
+    def _unindex(self, session: Session, keep: Session | None = None) -> None:
+        kept = set(marks_of(keep)) if keep else set()
+        for mark in marks_of(session):
+            if mark in kept:
+                continue
+            left = tuple(k for k in self._index.get((session.scope, mark), ()) if k != session.key)
+            if left:
+                self._index[session.scope, mark] = left
+            else:
+                self._index.pop((session.scope, mark), None)
+
+
+def marks_of(session: Session) -> list[Mark]:
+    """What finds this session by content: each turn's digest and each tool-call id that it issued."""
+    marks: list[Mark] = list(session.ledger.turns)
+    for turn in session.ledger.turns.values():
+        marks += [CALL_MARK + call.encode() for call in turn.call_ids]
+    return marks

@@ -1,0 +1,47 @@
+"""What the gateway knows about one session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agentkv_serve.gateway.sessions.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What identifies the agent that owns a session: digests of its system message and of its tools."""
+
+    system: bytes
+    tools: bytes
+
+    def shares_with(self, other: Head) -> bool:
+        """True when the system message or the tools are the same."""
+        return self.system == other.system or self.tools == other.tools
+
+
+@dataclass(slots=True)
+class Session:
+    """One session. `epoch` counts the turns dispatched so far; `kv_tokens` is what its engine state holds."""
+
+    key: str
+    tenant: str
+    model: str
+    id: str
+    created: float
+    used: float
+    epoch: int = 0
+    head: Head | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    worker: str = ""
+    instance: str = ""
+    kv_tokens: int = 0
+    budget: int | None = None
+    policy: str | None = None
+    token_limit: int | None = None
+    spent: int = 0
+    turns: int = 0
+
+    @property
+    def scope(self) -> str:
+        """The namespace of content lookups: sessions of other tenants or models are never candidates."""
+        return f"{self.tenant}\x00{self.model}"

@@ -1,0 +1,72 @@
+"""The store of sessions: what every back end must do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentkv_serve.gateway.sessions.session import Session
+
+Mark = bytes  # a chained digest, or a tool-call id behind CALL_MARK
+CALL_MARK = b"call:"
+
+
+class SessionBusy(Exception):
+    """Another turn holds the session's lease and did not end within the allowed wait."""
+
+
+class LeaseLost(Exception):
+    """The lease ended before its turn did: another turn has gone on with the session."""
+
+
+class TooManySessions(Exception):
+    """The tenant has reached its number of sessions and none of them is idle."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to run one turn. `session` is the caller's own copy; `epoch` numbers the turn in the engine."""
+
+    session: Session
+    epoch: int
+    token: str
+
+
+class SessionStore(Protocol):
+    """Sessions by key, at most one running turn each."""
+
+    async def peek(self, key: str) -> tuple[Session | None, bool]:
+        """The session (not to be changed) and whether a turn of it is running."""
+
+    async def claim(self, fresh: Session, wait: float, limit: int) -> Lease:
+        """Lease the session of `fresh.key`, created from `fresh` when it does not exist, and count one more
+        dispatched turn. Waits up to `wait` seconds for a running turn. Raises SessionBusy, TooManySessions
+        (`limit` sessions of one tenant)."""
+
+    async def bump(self, lease: Lease) -> None:
+        """Count one more dispatch within the lease (a turn sent again to another worker). Raises LeaseLost."""
+
+    async def announce(self, lease: Lease) -> None:
+        """Make `lease.session.head` visible to `peek` while the turn runs."""
+
+    async def commit(self, lease: Lease) -> None:
+        """Write `lease.session` and end the lease. Raises LeaseLost, writing nothing."""
+
+    async def release(self, lease: Lease, *, dispatched: bool) -> None:
+        """End the lease without a new turn; `dispatched` False takes the counted turn back."""
+
+    async def delete(self, key: str) -> Session | None:
+        """Forget the session, whatever runs; returns what it was."""
+
+    async def find(self, scope: str, marks: Sequence[Mark]) -> tuple[Mark, list[str]] | None:
+        """The first of `marks` that sessions of `scope` have, with the keys of those sessions."""
+
+    async def sessions(self, tenant: str | None) -> list[Session]:
+        """All sessions of a tenant, or all."""
+
+    async def resident(self) -> dict[str, int]:
+        """KV tokens that sessions hold, by worker id."""
+
+    async def sweep(self) -> list[Session]:
+        """Forget sessions that were idle for too long; returns them so that workers can be told."""
