@@ -190,9 +190,9 @@ def _convert(gguf: Path, into: Path) -> None:
     with torch.device("meta"):  # every weight comes from the file: initialising them first is wasted time
         model = AutoModelForCausalLM.from_config(config)
     # The loader of from_pretrained would need accelerate; this is its own reader of the file.
-    weights = load_gguf_checkpoint(
-        str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
-    )["tensors"]
+    weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)[
+        "tensors"
+    ]
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if unexpected or set(missing) - tied:
@@ -203,10 +203,7 @@ def _convert(gguf: Path, into: Path) -> None:
 
 
 def _write_manifest(folder: Path, source: Source) -> None:
-    files = {
-        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        for file in sorted(folder.iterdir())
-    }
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
     (folder / MANIFEST).write_text(json.dumps({"source": asdict(source), "files": files}, indent=2))
 
 
@@ -223,7 +220,7 @@ def _is_whole(folder: Path, *, hashes: bool = False) -> bool:
         return False
 
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
@@ -236,16 +233,12 @@ def model(
         folder = path.expanduser().resolve() if path else default_model()
         info = check_model(folder)
         if path is None and not _is_whole(folder, hashes=True):
-            raise ModelError(
-                f"{folder} was changed since it was made: delete it and run `agentkv model` again"
-            )
+            raise ModelError(f"{folder} was changed since it was made: delete it and run `agentkv model` again")
     except ModelError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(asdict(info)))
         return
-    typer.echo(
-        f"{info.path}\n{info.architecture}, {info.layers} layers, {info.kv_heads} KV heads of {info.head_dim}"
-    )
+    typer.echo(f"{info.path}\n{info.architecture}, {info.layers} layers, {info.kv_heads} KV heads of {info.head_dim}")
     typer.echo(f"{info.context} tokens of context, {info.kv_bytes:,} bytes of KV a token")

@@ -78,7 +78,7 @@ def model_id(base_url: str) -> str:
     return str(reply.json()["data"][0]["id"])
 
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

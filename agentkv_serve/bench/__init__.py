@@ -1,0 +1,1 @@
+"""Benchmarks of the product; each prints its full configuration and the machine."""

@@ -1,0 +1,1 @@
+"""`agentkv demo`: a recorded agent run against the real product."""
