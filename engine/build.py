@@ -135,7 +135,7 @@ def _tokenizer(runner: Any) -> Any:
 
     args = runner.server_args
     return get_tokenizer(
-        args.tokenizer_path,
+        args.tokenizer_path or args.model_path,
         tokenizer_mode=args.tokenizer_mode,
         trust_remote_code=args.trust_remote_code,
         revision=args.revision,
