@@ -25,32 +25,42 @@ _SCRATCH_BYTES = 256 << 20
 
 
 @triton.jit
+def _places(source_ptr, kept_ptr, target_ptr, j):
+    """Slots int64 from where and to where the j-th kept tokens move; equal (no move) for negative j."""
+    kept = tl.load(kept_ptr + j, mask=j >= 0, other=0)
+    origin = tl.load(source_ptr + kept, mask=j >= 0, other=0)
+    return origin, tl.load(target_ptr + j, mask=j >= 0, other=0)
+
+
+@triton.jit
 def _shift_kernel(
-    k_address_ptr, v_address_ptr, source_ptr, kept_ptr, target_ptr,
-    B, k_words, v_words, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, k_blocks,
-    HKV: tl.constexpr, WORD: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
+    address_ptr, source_ptr, kept_ptr, target_ptr,
+    layers, B, k_words, v_words, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, k_blocks,
+    HKV: tl.constexpr, WORD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """In place: rows of one layer, head and column block, from the last kept one to the first."""
     row = tl.program_id(1).to(tl.int64)
     layer, head = row // HKV, row % HKV
     block = tl.program_id(0)
-    if block < k_blocks:
-        base = tl.load(k_address_ptr + layer).to(tl.pointer_type(WORD)) + head * k_head_stride
-        words, stride = k_words, k_slot_stride
-    else:
-        base = tl.load(v_address_ptr + layer).to(tl.pointer_type(WORD)) + head * v_head_stride
-        words, stride = v_words, v_slot_stride
-        block -= k_blocks
+    is_k = block < k_blocks
+    words = tl.where(is_k, k_words, v_words)
+    stride = tl.where(is_k, k_slot_stride, v_slot_stride)
+    base = tl.load(address_ptr + layer + tl.where(is_k, 0, layers)).to(tl.pointer_type(WORD))
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    base += head * tl.where(is_k, k_head_stride, v_head_stride)
+    block -= tl.where(is_k, 0, k_blocks)
     column = block * BLOCK_W + tl.arange(0, BLOCK_W)
-    for done in range(0, B, BLOCK_J):
-        j = B - done - BLOCK_J + tl.arange(0, BLOCK_J)
-        kept = tl.load(kept_ptr + row * B + j, mask=j >= 0, other=0)
-        origin = tl.load(source_ptr + kept, mask=j >= 0, other=0)
-        target = tl.load(target_ptr + j, mask=j >= 0, other=0)
-        moves = ((j >= 0) & (origin != target))[:, None] & (column < words)[None, :]
+    j = B - BLOCK_J + tl.arange(0, BLOCK_J)
+    origin, target = _places(source_ptr, kept_ptr + row * B, target_ptr, j)
+    for _ in range(0, B, BLOCK_J):
+        moves = (origin != target)[:, None] & (column < words)[None, :]
         content = tl.load(base + origin[:, None] * stride + column[None, :], mask=moves, other=0)
+        j -= BLOCK_J
+        next_origin, next_target = _places(source_ptr, kept_ptr + row * B, target_ptr, j)  # while the rows arrive
         tl.debug_barrier()  # all reads of this block before its first write
         tl.store(base + target[:, None] * stride + column[None, :], content, mask=moves)
+        origin, target = next_origin, next_target
 
 
 @triton.jit
@@ -97,11 +107,12 @@ def gather_write(
     block_w = min(32, triton.next_power_of_2(max(k_words, v_words)))
     k_blocks, v_blocks = triton.cdiv(k_words, block_w), triton.cdiv(v_words, block_w)
     _shift_kernel[(k_blocks + v_blocks, layers * hkv)](
-        base_addresses(k_buffers), base_addresses(v_buffers), source, kept, target,
-        keep, k_words, v_words,
+        base_addresses([*k_buffers, *v_buffers]), source, kept, target,
+        layers, keep, k_words, v_words,
         *(_in_words(buffers[0], step, size) for buffers in (k_buffers, v_buffers) for step in buffers[0].stride()[:2]),
         k_blocks,
-        HKV=hkv, WORD=_WORD[size], BLOCK_J=128, BLOCK_W=block_w, num_warps=8, num_stages=1,
+        HKV=hkv, WORD=_WORD[size], ALIGNED=aligned(k_buffers, 16) and aligned(v_buffers, 16),
+        BLOCK_J=32, BLOCK_W=block_w, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

@@ -195,11 +195,12 @@ def attention_mass_layers(
         number, group, width = number * group, 1, 1
 
     exact = k_buffers[0].dtype == queries.dtype and queries.dtype.itemsize == 2
-    if queries.dtype == torch.bfloat16 and slots.device.type == "cpu":
+    if queries.dtype == torch.bfloat16 and not isinstance(_lse_kernel, triton.JITFunction):
         exact = False  # Triton's interpreter has no bfloat16 product
     block_d = max(16, triton.next_power_of_2(dim))
-    small = block_d * (1 if exact else 2) > 128
-    block_u = max(16 // width, 1, min((64 if small else 128) // width, triton.next_power_of_2(number)))
+    # Logits per key and program: as many as fit the registers, and the queries the shared memory.
+    columns = min(256 if exact and block_d <= 128 else 64, width * triton.next_power_of_2(number))
+    block_u = max(16, columns) // width
     parts = triton.cdiv(number, block_u)
     splits = triton.cdiv(count, _RUN)
     addresses = base_addresses(k_buffers)
@@ -210,12 +211,12 @@ def attention_mass_layers(
         "G": group,
         "COMPUTE": _ELEMENT[queries.dtype] if exact else tl.float32,
         "RUN": _RUN,
-        "BLOCK_N": 32 if small else 64,
+        "BLOCK_N": 64 if exact else 32,
         "BLOCK_U": block_u,
         "BLOCK_G": width,
         "BLOCK_D": block_d,
-        "num_warps": 4,
-        "num_stages": 2 if small else 3,
+        "num_warps": 8 if columns > 128 or not exact else 4,
+        "num_stages": 3 if columns * block_d <= 128 * 128 and block_d <= 128 else 2,
     }
     strides = (q_layer, q_row, q_kv, q_head, *k_buffers[0].stride()[:2])
     lse = torch.empty(rows, number, splits, device=slots.device)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _ranks(scores_ptr, protected_ptr, n, N):
-    """Order-preserving int64 images in `[0, 2^32)` of the scores at n; protected ones above all others."""
+    """Order-preserving uint32 images of the scores at n; protected ones above all others."""
     x = tl.load(scores_ptr + n, mask=n < N, other=0.0)
     kept = tl.load(protected_ptr + n, mask=n < N, other=0) != 0
     limit = 3.4028234663852886e38
@@ -24,8 +24,8 @@ def _ranks(scores_ptr, protected_ptr, n, N):
     x = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
     x = tl.where(kept, float("inf"), x)
     x = tl.where(x == 0.0, 0.0, x)  # -0.0 and 0.0 are one value
-    bits = x.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits < 0, -1 - bits, bits + 2147483648)
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _select_kernel(
     protected_ptr += row * protected_stride
     bins = tl.arange(0, 256)
 
-    threshold = tl.full([], 0, tl.int64)
+    threshold = tl.full([], 0, tl.uint32)
     room = keep  # how many are still wanted among those that agree with the threshold's digits so far
     for digit in tl.static_range(4):
         shift = 24 - 8 * digit
@@ -45,12 +45,14 @@ def _select_kernel(
         for start in range(0, N, BLOCK):
             n = start + tl.arange(0, BLOCK)
             rank = _ranks(scores_ptr, protected_ptr, n, N)
-            agrees = (n < N) & ((rank >> (shift + 8)) == threshold)
+            agrees = n < N
+            if digit > 0:
+                agrees = agrees & ((rank >> (shift + 8)) == threshold)
             counts += tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=agrees)
         at_least = tl.cumsum(counts, axis=0, reverse=True)
         best = tl.sum((at_least >= room).to(tl.int32), axis=0) - 1
         room -= tl.sum(tl.where(bins > best, counts, 0), axis=0)
-        threshold = threshold * 256 + best
+        threshold = (threshold << 8) | best.to(tl.uint32)
 
     written = 0
     ties = 0
