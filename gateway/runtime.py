@@ -62,7 +62,8 @@ class Runtime:
             for session in await self.store.sweep():
                 worker = self.registry.get(session.worker)
                 if worker:
-                    await self.client.close_session(worker, session.key)
+                    key = self.keys.engine(session.key, session.incarnation)
+                    await self.client.close_session(worker, key)
 
 
 def runtime_of(request: Request) -> Runtime:

@@ -86,8 +86,12 @@ class Keys:
         self._secret = secret
 
     def session(self, tenant: str, session_id: str, model: str) -> str:
-        """The engine's key of a session, 64 hex digits."""
+        """The store's key of a session, 64 hex digits."""
         return self._mac(b"session", tenant, session_id, model)
+
+    def engine(self, key: str, incarnation: str) -> str:
+        """The engine's key of one life of a session."""
+        return self._mac(b"engine", key, incarnation)
 
     def cache_salt(self, tenant: str) -> str:
         """The salt that keeps tenants apart in the engine's prefix cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from agentkv_serve.gateway.sessions.ledger import Ledger
@@ -21,7 +22,11 @@ class Head:
 
 @dataclass(slots=True)
 class Session:
-    """One session. `epoch` counts the turns dispatched so far; `kv_tokens` is what its engine state holds."""
+    """One session. `epoch` counts the turns dispatched so far; `kv_tokens` is what its engine state holds.
+
+    `incarnation` makes the engine's key: an id that is used again after its session was released or expired never
+    meets the old state, nor the epochs that the engine remembers.
+    """
 
     key: str
     tenant: str
@@ -29,6 +34,7 @@ class Session:
     id: str
     created: float
     used: float
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
     epoch: int = 0
     head: Head | None = None
     ledger: Ledger = field(default_factory=Ledger)

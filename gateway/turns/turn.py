@@ -24,7 +24,7 @@ from agentkv_serve.gateway.sessions.ledger import Turn as LedgerTurn
 from agentkv_serve.gateway.sessions.ledger import concatenate, reasoning_digest
 from agentkv_serve.gateway.sessions.meaning import message_digest
 from agentkv_serve.gateway.sessions.rendering import Renderer
-from agentkv_serve.gateway.sessions.store import LeaseLost, SessionStore
+from agentkv_serve.gateway.sessions.store import Lease, LeaseLost, SessionStore
 from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.controls import say_budget
 from agentkv_serve.gateway.turns.departure import ClientGone
@@ -147,20 +147,29 @@ class Turn:
                 self._s.metrics.upstream_errors.labels(worker.id, "unreachable").inc()
                 if error.sent:
                     await self._s.client.abort(worker, self._rid)
-                if attempt == 2:
-                    raise ApiError(
-                        502, "worker_unreachable", f"Worker {worker.id} went away before it answered."
-                    ) from error
+                failure = ApiError(502, "worker_unreachable", f"Worker {worker.id} went away before it answered.")
+                # A connection that broke may just have been an old one: the same worker may be asked again.
+                again = error.sent and worker.healthy
             else:
                 self._s.metrics.upstream_errors.labels(worker.id, str(reply.status)).inc()
-                if reply.status not in (502, 503) or attempt == 2 or self.aborted:
-                    raise client_error(reply.status, body)
-            await self._redispatch(worker)
+                failure = client_error(reply.status, body)
+                if reply.status not in (502, 503):
+                    raise failure
+                again = False
+            if attempt == 2 or self.aborted:
+                raise failure
+            await self._redispatch(worker, failure, again)
 
-    async def _redispatch(self, failed: Worker) -> None:
+    async def _redispatch(self, failed: Worker, failure: ApiError, again: bool) -> None:
+        """Place the turn anew before its first byte; raises `failure` when no other worker can take it."""
         self._unplace()
         self._worker = None
-        await self._place((failed.id,))
+        try:
+            await self._place((failed.id,))
+        except ApiError:
+            if not again:
+                raise failure from None
+            await self._place()
         if self.plan.lease:
             await self._s.store.bump(self.plan.lease)
 
@@ -194,7 +203,7 @@ class Turn:
         ids, runs = concatenate(plan.match.turns, plan.prompt.ids, plan.prompt.runs)
         control = {
             "v": 1,
-            "session": plan.lease.session.key,
+            "session": self._engine_key(plan.lease),
             "epoch": plan.lease.epoch,
             "budget": plan.budget,
             "policy": plan.policy,
@@ -211,6 +220,9 @@ class Turn:
             salt=salt,
             control=control,
         )
+
+    def _engine_key(self, lease: Lease) -> str:
+        return self._s.keys.engine(lease.session.key, lease.session.incarnation)
 
     # ---- what the client is told --------------------------------------------------------------------------
 
@@ -402,7 +414,7 @@ class Turn:
         self._s.metrics.tokens.labels("generated").inc(len(self.facts.output_ids or ()))
         if plan.controls.final:
             await self._s.store.delete(session.key)
-            await self._s.client.close_session(worker, session.key)
+            await self._s.client.close_session(worker, self._engine_key(lease))
 
     def _entry(self, assembly: Assembly) -> LedgerTurn | None:
         """The ledger's record of this turn; None when it may not be recorded."""
