@@ -1,0 +1,134 @@
+"""The server and the independent replay play the same conversation; what each did is laid side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from oracle import PHASES, Replay, Turn
+from server import Conversation, Reply
+from transcripts import Step
+
+from agentkv_serve.phase_tagger import Automaton, Label, build_automaton, fold
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One compaction as the engine wrote it."""
+
+    length: int
+    start: int
+    kept: torch.Tensor  # [layers, Hkv, K] logical positions
+    queries: torch.Tensor  # [layers, R, Hq, D], phase by phase
+    valid: torch.Tensor  # [R]
+
+
+def read_dumps(folder: Path, key: str) -> list[Dump]:
+    """The compactions of one session, in order."""
+    found = []
+    for path in sorted(folder.glob(f"*-{key[:16]}.npz")):
+        with np.load(path) as data:
+            found.append(
+                Dump(
+                    int(data["length"]),
+                    int(data["start"]),
+                    torch.from_numpy(data["kept"]).long(),
+                    torch.from_numpy(data["queries"]),
+                    torch.from_numpy(data["valid"]),
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Round:
+    """One turn on both sides."""
+
+    reply: Reply
+    turn: Turn
+    dumps: list[Dump]
+
+
+@dataclass
+class Duel:
+    """A session on the server and its replay."""
+
+    conversation: Conversation
+    replay: Replay
+    automaton: Automaton
+    stop: frozenset[int] = frozenset()
+    rounds: list[Round] = field(default_factory=list)
+
+    def play(self, step: Step, *, cached: int = 0, **more: Any) -> Round:
+        """One turn on both sides. `cached`: prompt tokens that the server takes from its prefix tree."""
+        for label, ids in step.pieces:
+            self.conversation.extend(ids, label)
+        prompt, labels = list(self.conversation.ids), list(self.conversation.labels)
+        seen = sum(len(one.dumps) for one in self.rounds)
+        initial = self.automaton.initial[step.initial]
+        reply = self.conversation.send(
+            step.max_tokens, step.initial, ignore_eos=not self.stop, logprobs=True, top_logprobs=2, **more
+        )
+        sampled, _ = self.automaton.run(initial, reply.output_ids)
+        self.conversation.labels[len(labels) :] = sampled
+        dumps = read_dumps(self.conversation.server.dumps, self.conversation.key)[seen:]
+        turn = self.replay.turn(
+            prompt,
+            phases(labels),
+            lambda output: phases(self.automaton.run(initial, output)[0])[-1],
+            step.max_tokens,
+            stop=self.stop,
+            cached=cached,
+            follow=[dump.kept for dump in dumps],
+        )
+        self.rounds.append(Round(reply, turn, dumps))
+        return self.rounds[-1]
+
+
+def phases(labels: Sequence[Label]) -> list[int]:
+    return [int(fold(label)) for label in labels]
+
+
+def automaton_for(family: str, tokenizer: Any) -> Automaton:
+    return build_automaton(family, tokenizer)
+
+
+def assert_same_turn(one: Round) -> None:
+    """Same tokens, same log-probabilities, compactions at the same lengths."""
+    assert one.reply.output_ids == one.turn.output_ids
+    ours = torch.log_softmax(one.turn.logits, dim=-1)
+    for row, token, theirs in zip(ours, one.turn.output_ids, one.reply.logprobs, strict=True):
+        assert abs(float(row[token]) - theirs) < 1e-3
+    assert [(dump.length, dump.start) for dump in one.dumps] == [
+        (compaction.length, compaction.start) for compaction in one.turn.compactions
+    ]
+
+
+def assert_same_queries(one: Round, tolerance: float = 1e-4) -> dict[str, int]:
+    """The engine's rings at each compaction hold exactly the model's own queries. -> how many, per phase."""
+    count = dict.fromkeys(PHASES, 0)
+    for dump, compaction in zip(one.dumps, one.turn.compactions, strict=True):
+        size = dump.valid.numel() // len(PHASES)
+        offset = 0
+        for number, phase in enumerate(PHASES):
+            expected = len(compaction.query_positions[number])
+            mine = compaction.queries[:, offset : offset + expected]
+            offset += expected
+            place = slice(number * size, (number + 1) * size)
+            theirs = dump.queries[:, place][:, dump.valid[place]]
+            assert theirs.shape == mine.shape, f"{phase}: {theirs.shape[1]} queries held, {expected} expected"
+            if not expected:
+                continue
+            assert (theirs.flatten(2).norm(dim=-1) > 0).all()
+            # A ring may be stored from any of its places: pair each stored query with its nearest.
+            apart = (theirs[:, :, None] - mine[:, None]).flatten(3).norm(dim=-1) / mine.flatten(2).norm(dim=-1)[:, None]
+            pairing = apart[0].argmin(dim=1)
+            assert sorted(pairing.tolist()) == list(range(expected)), f"{phase}: not a one-to-one pairing"
+            worst = apart[:, torch.arange(expected), pairing].max()
+            assert worst < tolerance, f"{phase}: relative error {worst:.1e}"
+            count[phase] += expected
+    return count
