@@ -80,8 +80,13 @@ class Vocabulary:
         return self._is_byte_level and self._plain_controls and not prefixed
 
     @cached_property
-    def _control(self) -> re.Pattern[str]:
-        # Longest first, as the tokenizer matches them.
+    def control(self) -> re.Pattern[str]:
+        """Any added token's text, the longest first, as the tokenizer matches them."""
+        names = sorted((name for name in self.added.values() if name.strip()), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
         names = sorted((self.added[number] for number in self.special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
@@ -89,7 +94,7 @@ class Vocabulary:
         """Cut a long text before control tokens, where the tokenizer itself cuts it."""
         begin = last = 0
         if len(text) > PIECE and self._cuttable:
-            for match in self._control.finditer(text):
+            for match in self._special.finditer(text):
                 if match.start() - begin > PIECE and last > begin:
                     yield begin, text[begin:last]
                     begin = last

@@ -1,0 +1,185 @@
+"""Prints a conversation through a chat template, plain and with marks, and finds every string again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from .formats.chat import Conversation, JsonObject, Message, Segment
+from .labels import Label
+from .sentinels import Field, Marker, choose_alphabet, search
+from .template import ChatTemplate, TemplateError
+
+Confidence = Literal["high", "medium", "low"]
+Write = Callable[[Segment], str]
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A rendered text and the fields found in it; `dropped`: (message index, part) that it does not show."""
+
+    text: str
+    fields: list[Field]
+    confidence: Confidence
+    dropped: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """How much a template is given: some refuse reasoning beside calls, some want arguments as text."""
+
+    reasoning: bool = True
+    parsed: bool = True
+
+
+_VARIANTS = (_Variant(), _Variant(parsed=False), _Variant(reasoning=False))
+
+
+class Printer:
+    """Prints one conversation through one template. `escape` changes the text of given strings first."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        conversation: Conversation,
+        tools: Sequence[JsonObject] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        escape: re.Pattern[str] | None = None,
+        add_generation_prompt: bool = True,
+        now: datetime | None = None,
+    ) -> None:
+        self.template = template
+        self.conversation = conversation
+        self.tools = list(tools or [])
+        self.arguments = dict(arguments or {})
+        self.escape = escape
+        self.add_generation_prompt = add_generation_prompt
+        self.now = now or datetime.now()
+        self._names = {call.id: call.name.text for m in conversation.messages for call in m.calls}
+
+    def print(self) -> Printed:
+        """Render plain, then marked, and verify; see `Printed`. Raises `TemplateError`."""
+        plain, variant = self._plain()
+        alphabet = choose_alphabet(plain)
+        if alphabet is not None:
+            for everything in (True, False):
+                marker = Marker(alphabet)
+                try:
+                    marked = self._render(variant, self._writer(marker), everything)
+                except TemplateError:
+                    continue
+                text, fields = marker.find(marked)
+                if text == plain:
+                    shown = {field.number for field in fields}
+                    hidden = [s for number, s in enumerate(marker.segments) if number not in shown]
+                    return Printed(plain, fields, "high", _places(hidden))
+        segments = [self._escaped(s) for message in self.conversation.messages for s in message.segments()]
+        fields = search(plain, segments)
+        found = {id(field.segment) for field in fields}
+        hidden = [segment for segment in segments if id(segment) not in found and segment.text.strip()]
+        return Printed(plain, fields, "medium" if fields else "low", _places(hidden))
+
+    def _writer(self, marker: Marker) -> Write:
+        return lambda segment: marker.mark(self._escaped(segment))
+
+    def _plain(self) -> tuple[str, _Variant]:
+        first: TemplateError | None = None
+        for variant in _VARIANTS:
+            try:
+                return self._render(variant, lambda s: self._escaped(s).text, False), variant
+            except TemplateError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _escaped(self, segment: Segment) -> Segment:
+        if self.escape is None or segment.label not in (Label.INPUT, Label.TOOL):
+            return segment
+        text = self.escape.sub(lambda match: match[0][0] + "\u200b" + match[0][1:], segment.text)
+        return segment if text == segment.text else replace(segment, text=text)
+
+    def _render(self, variant: _Variant, write: Write, everything: bool) -> str:
+        messages = [self._message(message, variant, write, everything) for message in self.conversation.messages]
+        tools = [_schema(tool, write) for tool in self.tools] if everything else self.tools
+        return self.template.render(
+            messages,
+            tools,
+            add_generation_prompt=self.add_generation_prompt,
+            arguments=self.arguments,
+            now=self.now,
+        )
+
+    def _message(self, message: Message, variant: _Variant, write: Write, everything: bool) -> JsonObject:
+        source = self.template.source
+        role = message.role
+        if role == "developer" and "developer" not in source:
+            role = "system"
+        printed: JsonObject = {"role": role}
+        reasoning = write(message.reasoning) if message.reasoning and variant.reasoning else None
+        text = "".join(segment.text if segment.label is None else write(segment) for segment in message.content)
+        printed["content"] = text
+        if message.media and "image" in source:
+            printed["content"] = [{"type": kind} for kind in message.media] + [{"type": "text", "text": text}]
+        if reasoning is not None and "[THINK]" in source:
+            chunk = {"type": "thinking", "thinking": reasoning}
+            printed["content"] = [chunk, {"type": "text", "text": text}] if text else [chunk]
+        elif reasoning is not None:
+            keys = [key for key in _REASONING_KEYS if key in source] or ["reasoning_content"]
+            printed |= dict.fromkeys(keys, reasoning)
+        if message.calls:
+            printed["tool_calls"] = list(self._calls(message, variant, write, everything))
+        if message.role == "tool":
+            printed["tool_call_id"] = message.call_id
+            printed["name"] = message.name or self._names.get(message.call_id or "", "")
+        elif message.name:
+            printed["name"] = message.name
+        return printed
+
+    def _calls(self, message: Message, variant: _Variant, write: Write, everything: bool) -> Iterator[JsonObject]:
+        for call in message.calls:
+            name = write(call.name)
+            arguments: Any = call.arguments
+            if everything:
+                arguments = _write_leaves(arguments, replace(call.name, part="argument"), write)
+            if not variant.parsed and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": name, "arguments": arguments}
+            yield {"id": call.id, "type": "function", "function": function}
+
+
+def _places(segments: Sequence[Segment]) -> tuple[tuple[int, str], ...]:
+    shown = (s for s in segments if s.part not in ("argument", "schema"))
+    return tuple(dict.fromkeys((segment.message, segment.part) for segment in shown))
+
+
+def _write_leaves(value: Any, leaf: Segment, write: Write) -> Any:
+    """A copy of a JSON value whose texts are written as segments like `leaf`."""
+    if isinstance(value, str):
+        return write(replace(leaf, text=value))
+    if isinstance(value, dict):
+        return {key: _write_leaves(item, leaf, write) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_write_leaves(item, leaf, write) for item in value]
+    return value
+
+
+def _schema(tool: Any, write: Write, named: bool = True) -> Any:
+    """A copy of a tool schema whose name and descriptions are written as input of no message."""
+    if isinstance(tool, dict):
+        copy = {}
+        for key, value in tool.items():
+            marked = isinstance(value, str) and (key == "description" or (key == "name" and named))
+            if marked:
+                copy[key] = write(Segment(value, Label.INPUT, -1, "schema"))
+            else:
+                copy[key] = _schema(value, write, named and key == "function")
+        return copy
+    if isinstance(tool, list):
+        return [_schema(item, write, False) for item in tool]
+    return tool

@@ -1,0 +1,232 @@
+"""From fields in a rendered prompt to a label for every character, and from there to tokens.
+
+Only the text between fields is looked at for the family's markers: it holds nothing that a user, a tool or the model
+wrote, so a marker inside a message never changes a label.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from .families.family import Family
+from .labels import Label, Run
+from .sentinels import Field
+
+CharLabels = npt.NDArray[np.int8]
+
+
+@dataclass
+class Span:
+    """Neighbouring fields that form one region: a text, a result, all calls of a message, the tool schemas."""
+
+    label: Label
+    start: int
+    end: int
+    message: int
+    part: str
+
+
+class Regions:
+    """Labels the characters of one rendered prompt; `labels` int8 `[characters]`, `initial` for decoding."""
+
+    def __init__(self, text: str, fields: list[Field], family: Family) -> None:
+        self.text = text
+        self.family = family
+        self.labels: CharLabels = np.full(len(text), Label.GLUE, np.int8)
+        self._starts = _either(family.turn_start)
+        self._ends = _either(family.turn_end)
+        self.spans = self._merge(fields)
+        for span in self.spans:
+            self._paint(span.start, span.end, span.label)
+        for index in range(len(self.spans) + 1):
+            previous = self.spans[index - 1] if index else None
+            following = self.spans[index] if index < len(self.spans) else None
+            self._gap(previous, following)
+        self.initial = self._initial()
+
+    def turn_end_after(self, position: int) -> int:
+        """Where the turn that holds `position` ends: its end marker, or the next turn's start; -1 if neither."""
+        found = [match.start() for p in (self._starts, self._ends) if (match := p.search(self.text, position))]
+        return min(found, default=-1)
+
+    def _merge(self, fields: list[Field]) -> list[Span]:
+        spans: list[Span] = []
+        names: set[int] = set()
+        for field in fields:
+            segment = field.segment
+            assert segment.label is not None
+            if segment.part == "call":
+                if field.number in names:
+                    continue  # the template repeats the name, such as in the header of the result
+                names.add(field.number)
+            part = "call" if segment.part == "argument" else segment.part
+            joined = part in ("call", "schema")
+            last = spans[-1] if spans else None
+            if last and joined and last.part == part and last.message == segment.message:
+                last.end = max(last.end, field.end)
+            elif last is None or field.start >= last.end:
+                spans.append(Span(segment.label, field.start, field.end, segment.message, part))
+        if self.family.channels:
+            self._channel_bodies(spans)
+        return spans
+
+    def _channel_bodies(self, spans: list[Span]) -> None:
+        """A call's body follows its header, which names the function."""
+        for span in spans:
+            if span.part == "call":
+                body = self.text.find("<|message|>", span.start)
+                if body >= 0:
+                    span.start = min(body + len("<|message|>"), len(self.text))
+                    span.end = max(span.end, self.turn_end_after(span.start), span.start)
+
+    def _gap(self, previous: Span | None, following: Span | None) -> None:
+        a = previous.end if previous else 0
+        b = following.start if following else len(self.text)
+        if b <= a:
+            return
+        starts = [match.start() for match in self._starts.finditer(self.text, a, b)]
+        if starts and previous:
+            self._after(previous, a, starts[0])
+        if not starts:
+            middle = self._after(previous, a, b) if previous else a
+            if following:
+                self._before(following, middle, b, previous)
+            return
+        first = 0 if previous else a
+        if previous is None:
+            self._free_text(first, starts[0])
+        for start, end in pairwise(starts):
+            self._free_text(self._header(start, end), end)
+        if following:
+            self._before(following, starts[-1], b, None)
+
+    def _after(self, span: Span, a: int, b: int) -> int:
+        """Label what closes `span` in `[a, b)`; returns where the rest begins."""
+        stop = self._ends.search(self.text, a, b)
+        end = stop.start() if stop else b
+        rest = a
+        if span.label is Label.THINK and span.part != "call":
+            closers = _either(tuple(block.close for block in self.family.think if block.close))
+            match = re.compile(rf"\s*(?:{closers.pattern})").match(self.text, a, end)
+            rest = match.end() if match else a
+        elif span.part == "call" or span.label is Label.ACT:
+            if not self.family.channels:
+                closes = [at for block in self.family.act if (at := _last_end(self.text, block.close, a, end)) >= 0]
+                rest = max(closes, default=a + len(self.text[a:end].rstrip()))
+        elif span.label is Label.TOOL:
+            opener = min((at for at in self._tool_openers(a, end)), default=end)
+            rest = max((_last_end(self.text, block.close, a, opener) for block in self.family.tool), default=a)
+            rest = max(rest, a)
+        elif span.label is Label.INPUT:
+            self._free_text(a, end, after=True)
+            return b if stop else a
+        self._paint(a, rest, span.label)
+        return rest
+
+    def _before(self, span: Span, a: int, b: int, previous: Span | None) -> None:
+        """Label what opens `span` in `[a, b)`; `previous` is the span before it in the same turn."""
+        begin = b
+        same = previous is not None and previous.message == span.message
+        header = self._header(a, b) if previous is None else a
+        if span.label is Label.THINK and span.part != "call":
+            openers = _either(tuple(block.open for block in self.family.think))
+            match = re.compile(rf"(?:{openers.pattern})\s*\Z").search(self.text[a:b])
+            begin = a + match.start() if match else b
+        elif span.part == "call" or span.label is Label.ACT:
+            if not self.family.channels:
+                opened = [at for block in self.family.act if (at := self.text.find(block.open, a, b)) >= 0]
+                begin = min(opened, default=_skip_space(self.text, header, b))
+        elif span.label is Label.TOOL:
+            begin = min(self._tool_openers(a, b), default=b)
+        elif span.label is Label.INPUT:
+            self._free_text(header, b, before=True)
+            return
+        if same and not self.text[a:begin].strip():
+            begin = a  # whitespace inside a turn belongs to what follows it
+        self._paint(begin, b, span.label)
+
+    def _tool_openers(self, a: int, b: int) -> list[int]:
+        return [at for block in self.family.tool if (at := self.text.find(block.open, a, b)) >= 0]
+
+    def _header(self, start: int, end: int) -> int:
+        """Where the text of the turn that opens at `start` begins."""
+        match = self._starts.match(self.text, start, end)
+        if match is None:
+            return start
+        opened, closed = self.family.header
+        if opened == match[0] and closed:
+            at = self.text.find(closed, match.end(), end)
+            return end if at < 0 else at + len(closed)
+        return match.end()
+
+    def _free_text(self, a: int, b: int, *, after: bool = False, before: bool = False) -> None:
+        """Text of the template itself: input from its first to its last visible character, turn end excluded.
+
+        `after` / `before`: a field of the same turn stands there, and the whitespace between is one with it.
+        """
+        stop = self._ends.search(self.text, a, b)
+        b, before = (stop.start(), False) if stop else (b, before)
+        text = self.text[a:b]
+        if text.strip():
+            begin = a if after else a + len(text) - len(text.lstrip())
+            self._paint(begin, b if before else a + len(text.rstrip()), Label.INPUT)
+
+    def _paint(self, start: int, end: int, label: Label) -> None:
+        self.labels[start:end] = label
+
+    def _initial(self) -> str:
+        """What the generation prompt leaves open: a think block, a closed one, or nothing."""
+        tail = self.text[self.spans[-1].end if self.spans else 0 :]
+        for match in list(self._starts.finditer(tail))[-1:]:
+            tail = tail[match.start() :]
+        for block in self.family.think:
+            opened = tail.rfind(block.open)
+            if opened >= 0:
+                return "say" if block.close and block.close in tail[opened:] else "think"
+            if block.close and tail.rstrip().endswith(block.close):
+                return "say"
+        return "start"
+
+
+def token_runs(labels: CharLabels, starts: npt.NDArray[np.int32], offset: int = 0) -> list[Run]:
+    """Runs of tokens from the labels of characters.
+
+    `starts` int32 `[n]`: the character that each token starts at. A token takes the label of the first character
+    that it covers and that is not glue; pieces of one character share its label.
+    """
+    if not len(starts):
+        return []
+    ends = np.append(starts[1:], len(labels))
+    same = ends == starts
+    if same.any():  # pieces of one character: look up where the character ends
+        later = np.unique(starts)
+        ends = np.append(later[1:], len(labels))[np.searchsorted(later, starts)]
+    chosen = labels[np.minimum(starts, len(labels) - 1)].copy()
+    visible = np.flatnonzero(labels != Label.GLUE)
+    glue = np.flatnonzero(chosen == Label.GLUE)
+    if len(visible) and len(glue):
+        place = np.searchsorted(visible, starts[glue])
+        first = visible[np.minimum(place, len(visible) - 1)]
+        covered = (first >= starts[glue]) & (first < ends[glue])
+        chosen[glue[covered]] = labels[first[covered]]
+    edges = np.flatnonzero(np.diff(chosen)) + 1
+    bounds = [0, *edges.tolist(), len(chosen)]
+    return [(offset + begin, offset + end, Label(int(chosen[begin]))) for begin, end in pairwise(bounds)]
+
+
+def _either(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _last_end(text: str, marker: str | None, a: int, b: int) -> int:
+    at = text.rfind(marker, a, b) if marker else -1
+    return at if at < 0 else at + len(marker or "")
+
+
+def _skip_space(text: str, a: int, b: int) -> int:
+    return b - len(text[a:b].lstrip())

@@ -1,0 +1,246 @@
+"""From chat messages to token ids with a label each: the whole prompt, or only what was appended to a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .chat_format import ChatFormat
+from .families.family import Family
+from .formats.chat import Conversation, Dialect, JsonObject, Message, Segment, read_messages
+from .labels import Label, Run, extend_runs, shift_runs
+from .printer import Confidence, Printed, Printer
+from .regions import Regions, token_runs
+from .sentinels import Field
+from .template import TemplateError
+
+_LEDGER = -1  # message index of the assistant turn that the ledger holds already
+_HEAD = -2
+
+
+class AppendError(ValueError):
+    """The messages cannot be appended to a ledger: no assistant turn stands before them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one string of a message stands: tokens `[start, end)`, in positions like those of the runs."""
+
+    message: int
+    part: str
+    label: Label
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered prompt, or the appended end of one.
+
+    tokens: int32 `[n]`. runs: cover `[offset, offset + n)`. initial: the decode automaton's initial state by name.
+    family: name of the family that the automaton must be built for. confidence: "high" = places verified against
+    the plain rendering; "medium" = strings found by search; "low" = all input. dropped: (message index, part)
+    that the template did not print. unknown_parts: parts of messages that nobody knows. control_tokens: control
+    tokens spelled inside user, system or tool text. parts: where every string stands.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    runs: list[Run]
+    initial: str
+    family: str
+    confidence: Confidence = "high"
+    dropped: tuple[tuple[int, str], ...] = ()
+    unknown_parts: int = 0
+    control_tokens: int = 0
+    parts: tuple[Part, ...] = field(default=(), repr=False)
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids as a plain list."""
+        ids: list[int] = self.tokens.tolist()
+        return ids
+
+
+@dataclass(frozen=True)
+class Options:
+    """How messages are read and printed.
+
+    dialect, think_tools: as in `read_messages`. sanitize: break control tokens inside user, system and tool text
+    with a zero-width space, so that the engine reads them as text. constrained: the sampler forces a tool call.
+    continue_final: the last assistant message is a beginning that the model goes on with. now: date for templates.
+    """
+
+    dialect: Dialect | None = None
+    think_tools: Sequence[str] = ()
+    sanitize: bool = False
+    constrained: bool = False
+    continue_final: bool = False
+    add_generation_prompt: bool = True
+    now: datetime | None = None
+
+
+DEFAULT = Options()
+
+
+def render_prompt(
+    chat: ChatFormat,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[JsonObject] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT,
+) -> Rendered:
+    """Render the whole prompt and label every token of it.
+
+    Raises `TemplateError` when the template refuses the messages, `MessageError` when they are none.
+    """
+    conversation = _read(chat, messages, options)
+    family, printed = _print(chat, conversation, tools, template_kwargs, options)
+    regions = Regions(printed.text, printed.fields, family)
+    end = len(printed.text)
+    if options.continue_final and conversation.messages and conversation.messages[-1].role == "assistant":
+        end = regions.spans[-1].end if regions.spans else end
+    return _finish(chat, printed, regions, (0, end), options, 0, conversation.unknown_parts)
+
+
+def render_appended(
+    chat: ChatFormat,
+    messages: Sequence[Mapping[str, Any]],
+    start: int,
+    tools: Sequence[JsonObject] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    options: Options = DEFAULT,
+    *,
+    last_id: int | None = None,
+    open_block: Label | None = None,
+    offset: int = 0,
+) -> Rendered:
+    """Render only `messages[start:]`, to be appended to a ledger that ends with the turn of `messages[start - 1]`.
+
+    The cost is that of the new messages alone. The segment starts at the end marker of the assistant's turn, which
+    is left out when the ledger holds it already (`last_id` is the ledger's last id), so that no token merges
+    across the seam. `open_block`: THINK when the turn was cut while thinking; the segment then closes it first.
+    `offset`: length of the ledger, added to the runs. Raises as `render_prompt`, and `AppendError`.
+    """
+    if not 0 < start <= len(messages) or messages[start - 1].get("role") not in ("assistant", "model"):
+        raise AppendError(f"messages[{start - 1}] must be the assistant turn that the ledger ends with")
+    turn, *new = _read(chat, messages[start - 1 :], options, start - 1).messages
+    unknown = _read(chat, messages[start:], options).unknown_parts
+    head = Message(_HEAD, "user", [Segment("go on", Label.INPUT, _HEAD, "content")])
+    short = Conversation([head, _shortened(turn), *new])
+    shown = None if chat.family.tools_follow_last_user else tools
+    family, printed = _print(chat, short, shown, template_kwargs, options, chat.uses_own(tools, short))
+    regions = Regions(printed.text, printed.fields, family)
+    ends = [span.end for span in regions.spans if span.message == _LEDGER]
+    if not ends:
+        raise TemplateError("the chat template does not print the assistant's turn")
+    cut = regions.turn_end_after(ends[-1])
+    window = (cut if cut >= 0 else ends[-1], len(printed.text))
+    rendered = _finish(chat, printed, regions, window, options, offset, unknown)
+    return _join(chat, family, rendered, last_id, open_block, offset)
+
+
+def _read(chat: ChatFormat, messages: Sequence[Mapping[str, Any]], options: Options, first: int = 0) -> Conversation:
+    return read_messages(
+        messages, family=chat.family, dialect=options.dialect, think_tools=options.think_tools, first=first
+    )
+
+
+def _shortened(turn: Message) -> Message:
+    """The assistant turn that the ledger holds, as short as a template may need it."""
+    if not turn.calls:
+        return Message(_LEDGER, "assistant", [Segment("done", Label.SAY, _LEDGER, "content")])
+    calls = [replace(call, name=replace(call.name, message=_LEDGER), arguments={}) for call in turn.calls]
+    return Message(_LEDGER, "assistant", calls=calls)
+
+
+def _print(
+    chat: ChatFormat,
+    conversation: Conversation,
+    tools: Sequence[JsonObject] | None,
+    arguments: Mapping[str, Any] | None,
+    options: Options,
+    own: bool | None = None,
+) -> tuple[Family, Printed]:
+    own = chat.uses_own(tools, conversation) if own is None else own
+    template, family = chat.template_for(own)
+    printer = Printer(
+        template,
+        conversation,
+        tools,
+        arguments,
+        escape=chat.vocabulary.control if options.sanitize else None,
+        add_generation_prompt=options.add_generation_prompt and not options.continue_final,
+        now=options.now,
+    )
+    return family, printer.print()
+
+
+def _finish(
+    chat: ChatFormat,
+    printed: Printed,
+    regions: Regions,
+    window: tuple[int, int],
+    options: Options,
+    offset: int,
+    unknown_parts: int,
+) -> Rendered:
+    """Tokenise the characters of the window and carry the labels over to the tokens."""
+    begin, end = window
+    tokens, starts = chat.vocabulary.encode(printed.text[begin:end])
+    labels = regions.labels[begin:end]
+    if printed.confidence == "low":
+        labels[:] = Label.INPUT
+    runs = token_runs(labels, starts, offset)
+    initial = "act" if options.constrained and regions.initial != "think" else regions.initial
+    if options.continue_final:
+        initial = {Label.THINK: "think", Label.ACT: "act"}.get(runs[-1][2], "say") if runs else "start"
+    shown = [f for f in printed.fields if f.start >= begin and f.segment.part not in ("argument", "schema")]
+    parts = tuple(_part(found, starts, begin, offset) for found in shown)
+    added = np.isin(tokens, list(chat.vocabulary.added))
+    given = [part for part in parts if part.label in (Label.INPUT, Label.TOOL)]
+    return Rendered(
+        tokens,
+        runs,
+        initial,
+        regions.family.name,
+        printed.confidence,
+        tuple(place for place in printed.dropped if place[0] >= 0),
+        unknown_parts,
+        sum(int(added[part.start - offset : part.end - offset].sum()) for part in given),
+        parts,
+    )
+
+
+def _part(found: Field, starts: npt.NDArray[np.int32], begin: int, offset: int) -> Part:
+    first, last = np.searchsorted(starts, (found.start - begin, found.end - begin))
+    segment = found.segment
+    assert segment.label is not None
+    return Part(segment.message, segment.part, segment.label, offset + int(first), offset + int(last))
+
+
+def _join(
+    chat: ChatFormat,
+    family: Family,
+    rendered: Rendered,
+    last_id: int | None,
+    open_block: Label | None,
+    offset: int,
+) -> Rendered:
+    """Drop the turn end that the ledger has already, or close what was left open."""
+    tokens, runs = rendered.tokens, rendered.runs
+    shift = 0
+    if len(tokens) and last_id is not None and chat.ends_turn(last_id, int(tokens[0])):
+        tokens, shift = tokens[1:], -1
+        moved = [(max(begin - 1, offset), end - 1, label) for begin, end, label in runs]
+        runs = [run for run in moved if run[1] > run[0]]
+    elif open_block is Label.THINK and family.think and family.think[0].close:
+        close = chat.vocabulary.encode(family.think[0].close)[0]
+        tokens, shift = np.concatenate([close, tokens]), len(close)
+        runs = extend_runs([(offset, offset + shift, Label.GLUE)], shift_runs(runs, shift))
+    parts = tuple(replace(part, start=part.start + shift, end=part.end + shift) for part in rendered.parts)
+    return replace(rendered, tokens=tokens, runs=runs, parts=parts)
