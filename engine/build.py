@@ -18,7 +18,7 @@ from agentkv_serve.kernels.backend import Backend
 logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "agentkv"
-"""Name of our radix cache: a server runs with the AgentKV cache when it is started with this `--radix-cache-backend`."""
+"""Name of our radix cache: a server started with this `--radix-cache-backend` runs with the AgentKV cache."""
 
 
 class UnsupportedModelError(ValueError):
@@ -116,10 +116,9 @@ def _heads(layer: Any) -> tuple[int, int, int, int, float]:
 
 
 def _session_slots(runner: Any, config: EngineConfig, rows: int) -> int:
-    """As many as the KV pool can hold at the typical budget, and at least one per running request."""
+    """As many as the KV pool can hold at the typical budget."""
     held = runner.max_total_num_tokens // (config.typical_budget + config.compress_every)
-    running = runner.server_args.max_running_requests or 1
-    return int(min(rows, max(held, running)))
+    return int(min(rows, max(held, 1)))
 
 
 def _kernels(config: EngineConfig, device: torch.device) -> Backend:

@@ -6,7 +6,9 @@ from typing import Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from agentkv_serve.engine import lifecycle
 from agentkv_serve.engine import runtime as runtime_module
+from agentkv_serve.engine.turn import turn_of
 
 
 class AgentKVRadixCache(UnifiedRadixCache):
@@ -26,3 +28,14 @@ class AgentKVRadixCache(UnifiedRadixCache):
         if runtime and runtime.start_of(req.kv):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def claim_kv_row(self, req: Any) -> bool:
+        """Where a finished, aborted or retracted turn gives its row up. Returns whether its session keeps the row."""
+        runtime = runtime_module.current()
+        if runtime and turn_of(req) is not None:
+            if not req.finished():
+                lifecycle.retract(runtime, req)
+                return False
+            if lifecycle.roll_back(runtime, req):
+                return True
+        return bool(super().claim_kv_row(req))

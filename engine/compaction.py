@@ -1,8 +1,8 @@
 """Compress a session's KV in place: score, select, move the kept tokens to the row's tail, free the rest.
 
-The window layout: everything that the scheduler knows stays logical. After a compression of L tokens to B the kept keys
-and values of every head lie in row positions [L-B, L); [0, L-B) is a hole whose slots were freed. RoPE stays right, since
-every key was rotated at its true position.
+The window layout: everything that the scheduler knows stays logical. After a compression of L tokens to B the kept
+keys and values of every head lie in row positions [L-B, L); [0, L-B) is a hole whose slots were freed. RoPE stays
+right, since every key was rotated at its true position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoRoomError(RuntimeError):
-    """The slots to copy a shared prefix out of the tree cannot be had now."""
+    """The slots to copy a shared prefix out of the tree cannot be had: the session must be released."""
 
 
 def window_positions(kv: KvState, shape: tuple[int, int], length: int, device: torch.device) -> Tensor:
@@ -51,7 +51,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
         budget: KV tokens per layer and KV head to keep. With pages, up to page - 1 more stay.
 
     Raises:
-        NoRoomError: nothing was changed; try again when slots are free.
+        NoRoomError: the shared prefix is unlocked and the row may not be used again; release the session.
     """
     state = record.kv
     if state is None:
@@ -65,26 +65,37 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
         return False
     row = runtime.req_to_token[kv.req_pool_idx]
     source = row[start:length].to(torch.int64)  # a copy: the row is rewritten below
-    if new_start < shared:
-        row[new_start:shared] = _allocate(runtime, shared - new_start).to(row.dtype)
-    target = row[new_start:length].to(torch.int64)
-
     window = _window(runtime, state, source, length)
     policy = get_policy(state.policy)
-    scores = policy.scores(window)
     protected = policy.protected(len(source), source.device)
-    kept = select.top_keep(scores, len(target), protected, backend=runtime.backend)
-    k_buffers, v_buffers = window.k_buffers, window.v_buffers
-    compact.gather_write(k_buffers, v_buffers, source, kept, target, shifted=True, backend=runtime.backend)
-    state.kept = window.positions.gather(-1, kept)
+    kept = select.top_keep(policy.scores(window), length - new_start, protected, backend=runtime.backend)
 
-    if shared:
-        runtime.tree.unlock(holder.lock)
-        holder.lock = None
-        kv.cache_protected_len = 0
-        kv.cache_inserted_len = 0
-        if hasattr(holder, "publishes_prompt"):
-            holder.publishes_prompt = False
+    staged = None
+    if new_start < shared:
+        fresh = _allocate(runtime, shared - new_start)
+        if fresh is None:
+            # The shared prefix itself holds the slots that its copy needs: carry the kept rows outside the pool while
+            # the prefix is unlocked and evicted.
+            staged = _stage(window, kept)
+            _unlock(runtime, holder, kv)
+            fresh = _allocate(runtime, shared - new_start)
+            if fresh is None:
+                kv.cache_protected_len = shared
+                raise NoRoomError(
+                    f"{shared - new_start} KV slots are needed to copy a shared prefix, and none can be freed"
+                )
+        row[new_start:shared] = fresh.to(row.dtype)
+    target = row[new_start:length].to(torch.int64)
+    if staged is None:
+        compact.gather_write(
+            window.k_buffers, window.v_buffers, source, kept, target, shifted=True, backend=runtime.backend
+        )
+        if shared:
+            _unlock(runtime, holder, kv)
+    else:
+        for buffer, rows in zip((*window.k_buffers, *window.v_buffers), staged, strict=True):
+            buffer[target] = rows
+    state.kept = window.positions.gather(-1, kept)
     first_owned = max(start, shared)
     if new_start > first_owned:
         allocator.free(source[first_owned - start : new_start - start])
@@ -121,14 +132,32 @@ def _window(runtime: Runtime, state: KvState, source: Tensor, length: int) -> Wi
     )
 
 
-def _allocate(runtime: Runtime, count: int) -> Tensor:
-    """Slots to copy a shared prefix into. Cached prefixes and idle sessions give way."""
+def _allocate(runtime: Runtime, count: int) -> Tensor | None:
+    """Slots to copy a shared prefix into; cached prefixes and idle sessions give way. None: there is no room."""
     allocator = runtime.tree.token_to_kv_pool_allocator
     allocator.evict_to_free_tokens(runtime.tree, count)
     slots: Tensor | None = allocator.alloc(count)
-    if slots is None:
-        raise NoRoomError(f"{count} slots are needed to copy a shared prefix, {allocator.available_size()} are free")
     return slots
+
+
+def _unlock(runtime: Runtime, holder: Any, kv: Any) -> None:
+    """Lets go of the shared prefix: the session's row is its own from here on."""
+    runtime.tree.unlock(holder.lock)
+    holder.lock = None
+    kv.cache_protected_len = 0
+    kv.cache_inserted_len = 0
+    if hasattr(holder, "publishes_prompt"):
+        holder.publishes_prompt = False
+
+
+def _stage(window: Window, kept: Tensor) -> list[Tensor]:
+    """Copies of the kept rows of every K buffer, then of every V buffer, each [B, Hkv, D]."""
+    staged = []
+    for buffers in (window.k_buffers, window.v_buffers):
+        for layer, buffer in enumerate(buffers):
+            rows = kept[layer].T[:, :, None].expand(-1, -1, buffer.shape[-1])
+            staged.append(buffer[window.slots].gather(0, rows))
+    return staged
 
 
 def _dump(runtime: Runtime, record: SessionRecord, window: Window, kept: Tensor, length: int) -> None:

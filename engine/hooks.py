@@ -8,7 +8,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from agentkv_serve.engine import lifecycle
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from agentkv_serve.engine import admission, lifecycle, reclaim
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 from agentkv_serve.engine.wire import WireError
@@ -26,6 +30,13 @@ def around_handle_generate_request(original: Any, scheduler: Any, request: Any, 
         return original(scheduler, request, *args, **kwargs)
     try:
         turn = lifecycle.begin_turn(runtime, request)
+        if turn is None:
+            admission.refuse_oversized(runtime, None, len(request.input_ids), runtime.uncompressed_limit)
+    except lifecycle.BusySessionError as busy:
+        runtime.deferred.append(request)
+        scheduler.abort_request(AbortReq(rid=busy.running))
+        lifecycle.start_deferred(runtime)
+        return None
     except WireError as error:
         lifecycle.refuse(scheduler, request, error)
         return None
@@ -34,6 +45,13 @@ def around_handle_generate_request(original: Any, scheduler: Any, request: Any, 
         return original(scheduler, request, *args, **kwargs)
     finally:
         runtime.arriving = None
+
+
+def after_abort_request(_: None, scheduler: Any, abort: Any) -> None:
+    """A request that waits for another turn's end can be aborted too."""
+    runtime = runtime_module.current()
+    if runtime is not None:
+        lifecycle.drop_deferred(runtime, abort)
 
 
 def after_create_req(req: Any, session: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -50,10 +68,12 @@ def around_strip_bos_token(original: Any, request: Any, tokenizer: Any) -> None:
         original(request, tokenizer)
 
 
-def after_release_aborted_request(_: None, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """A turn that leaves the waiting queue is over: stock SGLang would leave its session in flight for ever."""
-    if turn_of(req) is not None and req.session is not None:
-        req.session.abort_req()
+def after_release_aborted_request(_: None, scheduler: Any, req: Any) -> None:
+    """A turn that leaves the waiting queue is over."""
+    runtime = runtime_module.current()
+    turn = turn_of(req)
+    if runtime is not None and turn is not None:
+        lifecycle.forget_running(runtime, turn, req.rid)
 
 
 def after_max_prefix_len(length: int, req: Any, input_len: int) -> int | None:
@@ -79,6 +99,7 @@ def after_process_batch_result(_: Any, scheduler: Any, batch: Any, result: Any) 
     runtime = runtime_module.current()
     if runtime is not None:
         lifecycle.after_step(runtime, batch)
+        lifecycle.start_deferred(runtime)
 
 
 def before_stream_output(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
@@ -110,53 +131,117 @@ def before_row_free(pool: Any, holder: Any) -> None:
         runtime.drop_row(holder.kv.req_pool_idx)
 
 
-def after_close(_: Any, controller: Any, session_id: str) -> None:
-    """Notes that a session is closed: its next turn starts clean."""
+def around_close(original: Any, controller: Any, session_id: str) -> None:
+    """Notes why a session is gone: closed (its next turn starts clean), or idle for too long (it is rebuilt)."""
+    timed_out = controller.sessions[session_id].is_timed_out()
+    original(controller, session_id)
     runtime = runtime_module.current()
     if runtime is not None and session_id not in controller.sessions:
-        runtime.sessions.close(session_id)
+        runtime.sessions.close(session_id, "idle" if timed_out else None)
+
+
+def after_evict_to_free_tokens(_: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> None:
+    """Where cached prefixes did not suffice, idle sessions give way."""
+    runtime = runtime_module.current()
+    if runtime is None or runtime.scheduler is None or allocator.free_group is not None:
+        return
+    short = num_tokens - allocator.available_size()
+    if short > 0:
+        reclaim.free_tokens(runtime, num_tokens)
+        short = num_tokens - allocator.available_size()
+        if short > 0:  # prefixes that the released sessions had locked
+            tree_cache.evict_for_alloc(EvictParams(num_tokens=short))
+
+
+def after_available_and_evictable(size: int, budget: Any) -> int | None:
+    """Admission counts idle sessions as free: they give way."""
+    runtime = runtime_module.current()
+    if runtime is None or runtime.scheduler is None:
+        return None
+    return size + reclaim.reclaimable_tokens(runtime)
+
+
+def before_get_num_allocatable_reqs(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """An idle session gives its row to a waiting request."""
+    runtime = runtime_module.current()
+    if runtime is not None and scheduler.waiting_queue:
+        reclaim.free_row(runtime)
+
+
+def around_add_one_req(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """A turn that needs a session slot waits until one can be had."""
+    runtime = runtime_module.current()
+    turn = turn_of(req)
+    if runtime is not None and turn is not None and not admission.can_start(runtime, turn):
+        return AddReqResult.NO_TOKEN
+    return original(adder, req, *args, **kwargs)
+
+
+def around_check_prefill_budget(original: Any, adder: Any, req: Any, *, total_tokens: int, **kwargs: Any) -> Any:
+    """Reserves what a compressed session can hold, not its logical length."""
+    runtime = runtime_module.current()
+    turn = turn_of(req)
+    if runtime is not None and turn is not None:
+        held = admission.held_tokens(runtime, req)
+        total_tokens = admission.peak_growth(runtime, turn, held, kwargs["chunk_limit"], total_tokens)
+    return original(adder, req, total_tokens=total_tokens, **kwargs)
+
+
+def after_running_token_offset(offset: float, adder: Any, req: Any) -> float | None:
+    """A running compressed turn never needs more than it can grow to."""
+    runtime = runtime_module.current()
+    turn = turn_of(req)
+    if runtime is None or turn is None or not turn.compresses:
+        return None
+    held = admission.held_tokens(runtime, req)
+    return min(offset, admission.peak_growth(runtime, turn, held, 0, int(offset) + 1))
 
 
 def after_scheduler_init(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """The scheduler is complete: the runtime may serve."""
+    """The scheduler is complete: the runtime may serve. Compressed sessions may outgrow the pool."""
     runtime = runtime_module.current()
     if runtime is not None:
         runtime.scheduler = scheduler
+        runtime.uncompressed_limit = scheduler.max_req_input_len
+        spare = scheduler.max_req_len - scheduler.max_req_input_len
+        scheduler.max_req_len = scheduler.model_config.context_len - 1
+        scheduler.max_req_input_len = scheduler.max_req_len - spare
 
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_SESSION = "sglang.srt.session.session_controller.Session"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 HOOKS: tuple[tuple[str, str, Any], ...] = (
-    ("sglang.srt.managers.scheduler.Scheduler.__init__", "after", after_scheduler_init),
-    (
-        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
-        "around",
-        around_handle_generate_request,
-    ),
-    (
-        "sglang.srt.managers.scheduler.Scheduler._release_aborted_request",
-        "after",
-        after_release_aborted_request,
-    ),
-    ("sglang.srt.managers.scheduler.Scheduler.process_batch_result", "after", after_process_batch_result),
-    ("sglang.srt.session.session_controller.Session.create_req", "after", after_create_req),
-    ("sglang.srt.session.session_controller.Session._strip_bos_token", "around", around_strip_bos_token),
-    ("sglang.srt.session.session_controller.SessionController._close", "after", after_close),
+    (f"{_SCHEDULER}.__init__", "after", after_scheduler_init),
+    (f"{_SCHEDULER}.handle_generate_request", "around", around_handle_generate_request),
+    (f"{_SCHEDULER}.abort_request", "after", after_abort_request),
+    (f"{_SCHEDULER}._release_aborted_request", "after", after_release_aborted_request),
+    (f"{_SCHEDULER}.process_batch_result", "after", after_process_batch_result),
+    (f"{_SCHEDULER}.get_num_allocatable_reqs", "before", before_get_num_allocatable_reqs),
+    (f"{_SESSION}.create_req", "after", after_create_req),
+    (f"{_SESSION}._strip_bos_token", "around", around_strip_bos_token),
+    (f"{_SESSION}Controller._close", "around", around_close),
     ("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "after", after_max_prefix_len),
     ("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", "after", after_init_new),
-    (
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-        "before",
-        before_stream_output,
-    ),
-    (
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
-        "after",
-        after_cached_tokens_details,
-    ),
-    (
-        "sglang.srt.managers.scheduler_components.pool_stats_observer.kv_private_tokens",
-        "around",
-        around_kv_private_tokens,
-    ),
+    (f"{_STREAMER}.stream_output", "before", before_stream_output),
+    (f"{_STREAMER}.get_cached_tokens_details", "after", after_cached_tokens_details),
+    (f"{_POOL_STATS}.kv_private_tokens", "around", around_kv_private_tokens),
     ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free", "before", before_row_free),
+    (
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",
+        "after",
+        after_evict_to_free_tokens,
+    ),
+    (
+        "sglang.srt.mem_cache.prefill_budget.PrefillBudget._available_and_evictable",
+        "after",
+        after_available_and_evictable,
+    ),
+    (f"{_ADDER}.add_one_req", "around", around_add_one_req),
+    (f"{_ADDER}._check_prefill_budget", "around", around_check_prefill_budget),
+    (f"{_ADDER}._get_running_request_total_token_offset", "after", after_running_token_offset),
 )
 """(target, kind, hook): kinds are those of SGLang's `HookRegistry`."""

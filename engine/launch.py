@@ -19,8 +19,9 @@ CPU_FLAGS: dict[str, str | None] = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
-    # A CPU serves few requests at once; session slots are sized by this.
-    "--max-running-requests": "8",
+    "--max-running-requests": "32",
+    # Of a CPU's memory SGLang would take most for the KV pool.
+    "--max-total-tokens": "65536",
     "--sleep-on-idle": None,
 }
 GPU_FLAGS: dict[str, str | None] = {"--attention-backend": "triton", "--disable-prefill-cuda-graph": None}
@@ -62,7 +63,9 @@ def engine(
     ),
     agentkv_compress_every: Annotated[int, typer.Option(help="Decode tokens over the budget per compression.")] = 128,
     agentkv_max_sessions: Annotated[int, typer.Option(help="Live compressed sessions; 0 = what the pool holds.")] = 0,
-    agentkv_typical_budget: Annotated[int, typer.Option(help="Only for sizing the number of sessions.")] = 4096,
+    agentkv_typical_budget: Annotated[
+        int, typer.Option(help="Only for sizing the number of sessions; 0 = 512 on a CPU, 4096 on a GPU.")
+    ] = 0,
     agentkv_say_phase: Annotated[str, typer.Option(help="Phase of visible text: others, act or think.")] = "others",
     agentkv_kernels: Annotated[str, typer.Option(help="triton, torch, or auto (by device).")] = "auto",
     agentkv_idle_seconds: Annotated[float, typer.Option(help="Release a session's state after this time.")] = 3600.0,
@@ -73,16 +76,16 @@ def engine(
         raise typer.BadParameter("--agentkv-say-phase must be others, act or think")
     if agentkv_kernels not in ("auto", "torch", "triton"):
         raise typer.BadParameter("--agentkv-kernels must be auto, torch or triton")
+    cpu = not has_gpu()
     config = EngineConfig(
         compress_every=agentkv_compress_every,
         max_sessions=agentkv_max_sessions,
-        typical_budget=agentkv_typical_budget,
+        typical_budget=agentkv_typical_budget or (512 if cpu else 4096),
         say_phase=agentkv_say_phase,
         kernels=agentkv_kernels,
         idle_seconds=agentkv_idle_seconds,
         dump_dir=os.environ.get("AGENTKV_DUMP", ""),
     )
-    cpu = not has_gpu()
     command = server_command(context.args, model_path, port, host, cpu=cpu)
     os.environ[ENVIRONMENT] = config.dump()
     typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[3:])}", err=True)

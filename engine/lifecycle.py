@@ -7,15 +7,16 @@ from array import array
 from http import HTTPStatus
 from typing import Any
 
-from sglang.srt.managers.io_struct import CloseSessionReqInput, OpenSessionReqInput, SessionParams
+from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from agentkv_serve.engine import facts
+from agentkv_serve.engine import admission, facts, reclaim
 from agentkv_serve.engine.capture import ExtendPiece, plan_extend
 from agentkv_serve.engine.compaction import NoRoomError, compress
 from agentkv_serve.engine.policies import get_policy
 from agentkv_serve.engine.runtime import Runtime
-from agentkv_serve.engine.sessions import KvState, SessionRecord, outcome
-from agentkv_serve.engine.turn import ATTRIBUTE, Turn, turn_of
+from agentkv_serve.engine.sessions import KvState, SessionRecord
+from agentkv_serve.engine.turn import ATTRIBUTE, Checkpoint, Turn, turn_of
 from agentkv_serve.engine.wire import TurnSpec, WireError, parse_turn
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
 
     Raises:
         WireError: the turn is refused; nothing was changed.
+        BusySessionError: a later epoch than the running turn's; nothing was changed.
     """
     prompt = array("q", request.input_ids)
     spec = parse_turn(request.sampling_params.custom_params, len(prompt))
@@ -46,15 +48,26 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
         least = policy.sinks + policy.recent + 1
         if spec.budget < least:
             raise WireError("budget", f"budget {spec.budget} is below {least}, the least that {policy.name} can keep")
+    record = runtime.sessions.fence(spec)
     controller = runtime.scheduler.session_controller
     session = controller.get(spec.session)
     if session is not None and session._inflight:
+        if record is not None and record.running and spec.epoch > record.epoch:
+            raise BusySessionError(record.running)
         raise WireError("session_busy", "the session's last turn is still running: wait for its end, or abort it")
+    turn = Turn(spec=spec, policy=policy, prompt=prompt, initial=initial)
+    admission.refuse_oversized(runtime, turn, len(prompt), runtime.uncompressed_limit)
     record = runtime.sessions.admit(spec)
-    resumed = session is not None and _resume(runtime, record, session, spec, request, prompt)
-    if session is not None and not resumed:
-        controller.close(CloseSessionReqInput(session_id=spec.session))
-    if not resumed:
+    if session is not None:
+        turn.reason = _resume(runtime, session, spec, request, prompt)
+        if turn.reason is None:
+            turn.state = "resumed"
+        else:
+            reclaim.release(runtime, spec.session, turn.reason)
+            session = None
+    if session is None:
+        turn.reason = record.lost
+        turn.state = "rebuilt" if record.lost else "new"
         controller.open(
             OpenSessionReqInput(
                 capacity_of_str_len=1 << 30,
@@ -63,25 +76,23 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
                 timeout=runtime.config.idle_seconds,
             )
         )
+    record.running = request.rid
     request.session_params = SessionParams(id=spec.session)
-    state, reason = outcome(record, resumed=resumed)
-    return Turn(spec=spec, policy=policy, prompt=prompt, initial=initial, state=state, reason=reason)
+    return turn
 
 
-def _resume(runtime: Runtime, record: SessionRecord, session: Any, spec: TurnSpec, request: Any, prompt: Any) -> bool:
-    """Whether the session's state continues in this request; if so, cuts the request to its new tokens."""
+def _resume(runtime: Runtime, session: Any, spec: TurnSpec, request: Any, prompt: Any) -> str | None:
+    """Cuts the request to its new tokens if the session's state continues in it; else says why it does not."""
     history = session_tokens(session)
     slot = runtime.tree.session.slots.get(spec.session)
     if not history or slot is None or not slot.kv.holds_kv:
-        return False
+        return "aborted"
     if spec.rebuild:
-        record.lost = "requested"
-        return False
+        return "requested"
     if len(prompt) <= len(history) or prompt[: len(history)] != history:
-        record.lost = "diverged"
-        return False
+        return "diverged"
     request.input_ids = prompt[len(history) :]
-    return True
+    return None
 
 
 def session_tokens(session: Any) -> Any:
@@ -127,6 +138,33 @@ def refuse(scheduler: Any, request: Any, error: WireError) -> None:
     scheduler.output_streamer.stream_output([req], False)
 
 
+def start_deferred(runtime: Runtime) -> None:
+    """Hands requests that waited for an aborted turn's end to the scheduler, once that turn is over."""
+    waiting, runtime.deferred = runtime.deferred, []
+    for request in waiting:
+        spec = parse_turn(request.sampling_params.custom_params, len(request.input_ids))
+        session = runtime.scheduler.session_controller.get(spec.session) if spec else None
+        if session is not None and session._inflight:
+            runtime.deferred.append(request)
+        else:
+            runtime.scheduler.handle_generate_request(request)
+
+
+def drop_deferred(runtime: Runtime, abort: Any) -> None:
+    """Answers waiting requests that an abort names (by request-id prefix, as SGLang does)."""
+    for request in list(runtime.deferred):
+        if abort.abort_all or (abort.rid and request.rid.startswith(abort.rid)):
+            runtime.deferred.remove(request)
+            refuse(runtime.scheduler, request, WireError("aborted", "the request was aborted while it waited"))
+
+
+def forget_running(runtime: Runtime, turn: Turn, rid: str) -> None:
+    """A turn is over without a last frame of its own."""
+    record = runtime.sessions.get(turn.spec.session)
+    if record is not None and record.running == rid:
+        record.running = None
+
+
 def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
     """Before a forward: binds new rows to session slots, and plans which prompt queries are captured."""
     runtime.plan = None
@@ -148,11 +186,14 @@ def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
 
 
 def _extend_piece(runtime: Runtime, req: Any, turn: Turn, prefix: int, count: int, offset: int) -> ExtendPiece | None:
+    state = _bind(runtime, req, turn) if turn.compresses else None
     if turn.prefill is None:
         turn.prefill = len(turn.prompt) - prefix
-    if not turn.compresses:
+        if turn.state == "resumed":
+            rings = runtime.slots.copy_rings(state.slot) if state else None
+            turn.checkpoint = Checkpoint(prefix, rings)
+    if state is None:
         return None
-    state = _bind(runtime, req, turn)
     labels = turn.labels(req.output_ids, runtime.automata)
     runtime.slots.automaton[state.slot] = turn.automaton
     policy = turn.policy
@@ -174,9 +215,9 @@ def _bind(runtime: Runtime, req: Any, turn: Turn) -> KvState:
     row = req.kv.req_pool_idx
     slots = runtime.slots
     if record.kv is None:
-        slot = slots.take()
+        slot = reclaim.take_session_slot(runtime)
         if slot is None:
-            raise RuntimeError("no session slot is free: start the engine with a larger --agentkv-max-sessions")
+            raise RuntimeError("no session slot is free, though admission counted one")
         runtime.sessions.bind(record, KvState(row=row, slot=slot, policy=turn.policy.name))
         slots.row_slot[row] = slot
     state = record.kv
@@ -211,16 +252,20 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
             continue
         slot = runtime.tree.session.slots.get(turn.spec.session)
         record = runtime.sessions.get(turn.spec.session)
-        if record is None or facts.aborted(req):
-            if record is not None:
-                record.lost = record.lost or "aborted"
+        if record is None or record.running != req.rid:
             continue
-        if slot is None or not slot.kv.holds_kv:
+        record.running = None
+        if facts.aborted(req) or slot is None or not slot.kv.holds_kv:
             continue
+        record.lost = None
         record.labels = turn.labels(req.output_ids, runtime.automata)
         if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > turn.spec.budget:
             with OutsideFreeGroup(runtime.tree.token_to_kv_pool_allocator):
-                _try_compress(runtime, record, slot, slot.kv, turn)
+                try:
+                    _compress(runtime, record, slot, slot.kv, turn)
+                except NoRoomError:
+                    reclaim.release(runtime, record.key, "evicted")
+                    continue
         turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
 
 
@@ -236,14 +281,64 @@ def _compress_running(runtime: Runtime, req: Any, turn: Turn) -> None:
         # Between chunks nothing of the prompt is in the tree yet: publish it before the row becomes a mixture.
         tree.checkpoint(req, up_to=req.extend_end)
     holder = tree.session.borrowed_slot(req) or req
-    _try_compress(runtime, record, holder, req.kv, turn)
-
-
-def _try_compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, turn: Turn) -> None:
     try:
-        turn.compactions += compress(runtime, record, holder, kv, turn.spec.budget)
+        _compress(runtime, record, holder, req.kv, turn)
     except NoRoomError as error:
-        logger.warning("session %s stays uncompressed for now: %s", record.key[:8], error)
+        req.to_finish = FINISH_ABORT(f"agentkv:no_room: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def _compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, turn: Turn) -> None:
+    if compress(runtime, record, holder, kv, turn.spec.budget):
+        turn.compactions += 1
+        turn.checkpoint = None
+
+
+def roll_back(runtime: Runtime, req: Any) -> bool:
+    """Keeps the session of an aborted turn as it was when the turn began, if the turn compressed nothing yet.
+
+    Mutates the session's record (its tail is freed) and its rings. Returns False where the state cannot be kept; SGLang
+    then releases it and the next turn is rebuilt.
+    """
+    turn = turn_of(req)
+    if turn is None or turn.checkpoint is None or not facts.aborted(req):
+        return False
+    slot = runtime.tree.session.borrowed_slot(req)
+    if slot is None:
+        return False
+    kv, committed = slot.kv, turn.checkpoint.committed
+    runtime.tree.session._free_kv_aligned(kv, committed, kv.kv_allocated_len)
+    kv.kv_allocated_len = committed
+    kv.kv_committed_len = committed
+    record = runtime.sessions.get(turn.spec.session)
+    if turn.checkpoint.rings is not None and record is not None and record.kv is not None:
+        runtime.slots.restore_rings(record.kv.slot, turn.checkpoint.rings)
+    req.detach_kv()
+    req.session.abort_req()
+    return True
+
+
+def retract(runtime: Runtime, req: Any) -> None:
+    """A running turn gives its memory back and starts over later: its session's whole state goes, and it says so.
+
+    Stock SGLang would keep the session's row (so nothing would be freed) and take the unfinished turn for the session's
+    last good one.
+    """
+    turn = turn_of(req)
+    slot = runtime.tree.session.borrowed_slot(req)
+    if turn is None or slot is None:
+        return
+    del runtime.tree.session.slots[turn.spec.session]
+    req.lock, slot.lock = slot.lock, None
+    turn.state, turn.reason = "rebuilt", "retracted"
+    turn.prefill, turn.checkpoint = None, None
+
+
+class BusySessionError(Exception):
+    """A later turn arrived while an earlier one runs: the earlier one is aborted, the later one waits for its end."""
+
+    def __init__(self, running: str) -> None:
+        super().__init__(running)
+        self.running = running  # request id
 
 
 class OutsideFreeGroup:

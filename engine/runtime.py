@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Runtime:
     tree: Any = None  # AgentKVRadixCache
     scheduler: Any = None
     plan: CapturePlan | None = None  # what the running forward captures
+    uncompressed_limit: int = 0  # longest prompt + 1 that fits without compression, as SGLang computed it
+    deferred: list[Any] = field(default_factory=list)  # requests that wait for an aborted turn's end
     force_window: bool = False  # the running forward takes the window path even if nothing is compressed
     arriving: Turn | None = None  # the turn whose request SGLang is creating right now
 

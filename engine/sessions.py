@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from agentkv_serve.engine.wire import State, TurnSpec, WireError
+from agentkv_serve.engine.wire import TurnSpec, WireError
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class SessionRecord:
     last_used: float
     kv: KvState | None = None
     lost: str | None = None  # why the state is gone, for the next turn's reason
+    running: str | None = None  # request id of the turn that is queued or running
     labels: npt.NDArray[np.int8] | None = None  # of all tokens of the last finished turn
 
 
@@ -59,22 +60,27 @@ class SessionTable:
         """The record whose KV lies in a row."""
         return None if row is None else self._by_row.get(row)
 
-    def admit(self, spec: TurnSpec) -> SessionRecord:
-        """Fences a turn by its epoch and notes the use. Creates the record of an unseen session.
+    def fence(self, spec: TurnSpec) -> SessionRecord | None:
+        """The record of a turn's session, if the turn is not behind it.
 
         Raises:
             WireError: `stale_epoch` when a later turn of the session was already seen.
         """
         record = self._records.get(spec.session)
-        if record is None:
-            record = SessionRecord(spec.session, spec.epoch, self._clock())
-            record.lost = "restarted" if spec.epoch > 0 else None
-            self._records[spec.session] = record
-        elif spec.epoch < record.epoch:
+        if record is not None and spec.epoch < record.epoch:
             raise WireError(
                 "stale_epoch",
                 f"epoch {spec.epoch} is behind {record.epoch}: another gateway process drives this session now",
             )
+        return record
+
+    def admit(self, spec: TurnSpec) -> SessionRecord:
+        """Notes a turn's use of its session. Creates the record of an unseen session."""
+        record = self._records.get(spec.session)
+        if record is None:
+            record = SessionRecord(spec.session, spec.epoch, self._clock())
+            record.lost = "restarted" if spec.epoch > 0 else None
+            self._records[spec.session] = record
         record.epoch = spec.epoch
         record.last_used = self._clock()
         return record
@@ -91,25 +97,21 @@ class SessionTable:
             return None
         kv, record.kv = record.kv, None
         if record.lost is None:
-            record.lost = "evicted"
+            record.lost = "aborted" if record.running else "evicted"
         return kv
 
-    def close(self, key: str) -> None:
-        """Notes that a session was closed: its next turn starts clean, its epoch still fences."""
+    def close(self, key: str, reason: str | None = None) -> None:
+        """Notes that a session's state was released; its epoch still fences.
+
+        Args:
+            reason: why, for the next turn's reply. None = it was closed: the next turn of this id starts clean.
+        """
         record = self._records.get(key)
         if record is not None:
-            record.lost, record.labels = None, None
+            record.lost, record.labels = reason, None
 
     def sweep(self) -> None:
         """Drops tombstones that have outlived their time."""
         limit = self._clock() - self._tombstone_seconds
         for key in [r.key for r in self if r.kv is None and r.last_used < limit]:
             del self._records[key]
-
-
-def outcome(record: SessionRecord, *, resumed: bool) -> tuple[State, str | None]:
-    """What a turn's reply says of the session's state, and clears the reason."""
-    reason, record.lost = record.lost, None
-    if resumed:
-        return "resumed", None
-    return ("rebuilt", reason) if reason else ("new", None)

@@ -31,6 +31,15 @@ class ModelShape:
         return len(self.attention_layers) * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """A copy of one session's query rings."""
+
+    ring: Tensor  # [L, 1, R, Hq, D]
+    written: Tensor  # [4]
+    last_ring: int
+
+
 class SessionSlots:
     """Query rings and decode automaton of each live compressed session, by session slot; window starts, by row.
 
@@ -106,3 +115,13 @@ class SessionSlots:
         place = torch.arange(self.ring_queries, device=self.written.device)
         ring = (place // capacity).clamp(max=self.written.shape[1] - 1)
         return (place < rings * capacity) & (place % capacity < self.written[slot, ring])
+
+    def copy_rings(self, slot: int) -> Rings:
+        """A copy of a session's rings, to restore after an abort."""
+        return Rings(self.ring[slot].clone(), self.written[slot].clone(), int(self.last_ring[slot]))
+
+    def restore_rings(self, slot: int, rings: Rings) -> None:
+        """Puts a copy back (in place)."""
+        self.ring[slot] = rings.ring
+        self.written[slot] = rings.written
+        self.last_ring[slot] = rings.last_ring

@@ -10,10 +10,19 @@ import numpy.typing as npt
 
 from agentkv_serve.engine.automata import AutomatonBank
 from agentkv_serve.engine.policies import Policy
+from agentkv_serve.engine.state import Rings
 from agentkv_serve.engine.wire import Facts, State, TurnSpec
 
 ATTRIBUTE = "agentkv_turn"
 """Name under which a turn hangs on SGLang's `Req`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A session as it was when its turn began. Valid until the turn's first compaction."""
+
+    committed: int  # tokens with keys and values
+    rings: Rings | None  # None: the session holds no query rings
 
 
 @dataclass(slots=True)
@@ -24,9 +33,10 @@ class Turn:
     policy: Policy
     prompt: Any  # array("q") of the whole prompt's token ids
     initial: int  # automaton state before the first sampled token
-    state: State
-    reason: str | None
+    state: State = "new"
+    reason: str | None = None
     prefill: int | None = None  # prompt tokens computed, known at the first extend
+    checkpoint: Checkpoint | None = None  # where an abort rolls a resumed session back to
     compactions: int = 0
     facts: Facts | None = None
     sampled: npt.NDArray[np.int8] = field(default_factory=lambda: np.empty(0, dtype=np.int8))

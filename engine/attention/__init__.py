@@ -1,1 +1,4 @@
-"""Attention backends that read each session's window. Registered under SGLang's own names: many places branch on them."""
+"""Attention backends that read each session's window.
+
+They stand in SGLang's registry under its own names: many of its places branch on the backend's name.
+"""

@@ -1,4 +1,4 @@
-"""The interface of a policy. Selection, movement and freeing are shared; a policy only scores and declares its needs."""
+"""The interface of a policy: it only scores and declares its needs. Selection, movement and freeing are shared."""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+"""The scheduler's arithmetic, corrected by what a compressed session can really hold.
+
+Stock SGLang reserves a request's whole logical length. A compressed session never holds more than its budget, one
+prefill chunk (or the tokens between two compressions) and a page; so more sessions fit, and one may outgrow the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentkv_serve.engine import reclaim
+from agentkv_serve.engine.runtime import Runtime
+from agentkv_serve.engine.turn import Turn
+from agentkv_serve.engine.wire import WireError
+
+
+def peak_growth(runtime: Runtime, turn: Turn, held: int, chunk: int | None, logical: int) -> int:
+    """KV slots that a turn may need on top of those it holds, at its worst moment.
+
+    Args:
+        held: KV slots that the session holds now.
+        chunk: longest prefill chunk, None = the whole prompt at once.
+        logical: what stock SGLang would reserve: the new tokens and those still to be sampled.
+    """
+    if not turn.compresses:
+        return logical
+    step = logical if chunk is None else min(logical, chunk)
+    slack = max(step, runtime.config.compress_every) + 2 * int(runtime.tree.page_size)
+    return min(logical, max(0, turn.spec.budget - held) + slack)
+
+
+def held_tokens(runtime: Runtime, req: Any) -> int:
+    """KV slots that a request holds now, the session's that it resumes included."""
+    slot = runtime.tree.session.slots.get(req.session.session_id) if req.session is not None else None
+    kv = req.kv if req.kv.holds_kv or slot is None else slot.kv
+    return int(kv.kv_committed_len) - runtime.start_of(kv) if kv.holds_kv else 0
+
+
+def can_start(runtime: Runtime, turn: Turn) -> bool:
+    """Whether a session slot can be had for a turn that will be compressed."""
+    record = runtime.sessions.get(turn.spec.session)
+    bound = record is not None and record.kv is not None
+    return not turn.compresses or bound or reclaim.can_take_session_slot(runtime)
+
+
+def refuse_oversized(runtime: Runtime, turn: Turn | None, prompt_len: int, limit: int) -> None:
+    """Refuses at once what can never fit.
+
+    Args:
+        limit: longest prompt that fits without compression.
+
+    Raises:
+        WireError: with the numbers.
+    """
+    pool = int(runtime.scheduler.max_total_num_tokens)
+    if turn is None or not turn.compresses:
+        if prompt_len >= limit:
+            raise WireError(
+                "bad_request",
+                f"the prompt has {prompt_len} tokens; without compression at most {limit - 1} fit in this worker "
+                f"(KV pool of {pool} tokens). Set a budget, or shorten the prompt",
+            )
+        return
+    chunk = runtime.scheduler.chunked_prefill_size or prompt_len
+    need = min(prompt_len, turn.spec.budget + min(chunk, prompt_len) + 2 * int(runtime.tree.page_size))
+    if need > pool:
+        raise WireError(
+            "bad_request",
+            f"budget {turn.spec.budget} and a prefill chunk of {min(chunk, prompt_len)} tokens need {need} KV slots; "
+            f"this worker's pool has {pool}. Lower the budget or --chunked-prefill-size",
+        )
