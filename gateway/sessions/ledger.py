@@ -17,15 +17,15 @@ class Turn:
     """One committed turn: the prompt tokens that it added and the tokens that the engine sampled.
 
     `link` is the chained digest through its assistant message, `parent` that of the turn before (None for the
-    first). `runs` are flat (start, end, label) triples from position 0 of this turn. `closed` is False when the
-    sampled tokens do not end the assistant turn (finish reason `length`, or a stop string).
+    first). `runs` are flat (start, end, label) triples from position 0 of this turn. `open_block` is the label
+    of a block that the sampled tokens leave open (a turn cut by its length limit while thinking), else -1.
     """
 
     link: bytes
     parent: bytes | None
     ids: array[int]
     runs: array[int]
-    closed: bool
+    open_block: int
     reasoning: bytes
     call_ids: tuple[str, ...]
 
@@ -124,12 +124,13 @@ def concatenate(turns: Sequence[Turn], ids: Sequence[int], runs: Sequence[int]) 
     whole: array[int] = array("i")
     flat: Runs = []
     for part, labels in [*((t.ids, t.runs) for t in turns), (ids, runs)]:
-        _extend(flat, labels, len(whole))
+        extend_runs(flat, labels, len(whole))
         whole.extend(part)
     return whole, flat
 
 
-def _extend(flat: Runs, runs: Sequence[int], base: int) -> None:
+def extend_runs(flat: Runs, runs: Sequence[int], base: int) -> None:
+    """Append flat `runs`, moved by `base`, merging equal neighbours. Mutates `flat`."""
     for i in range(0, len(runs), 3):
         start, end, label = runs[i] + base, runs[i + 1] + base, runs[i + 2]
         if flat and flat[-1] == label and flat[-2] == start:

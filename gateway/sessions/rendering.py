@@ -9,6 +9,14 @@ from typing import Any
 
 from agentkv_serve.gateway.sessions.ledger import Runs, Turn
 from agentkv_serve.phase_tagger import Label
+from agentkv_serve.phase_tagger.chat_format import ChatFormat
+from agentkv_serve.phase_tagger.families import with_tools
+from agentkv_serve.phase_tagger.formats.chat import MessageError
+from agentkv_serve.phase_tagger.labels import flatten_runs, runs_of
+from agentkv_serve.phase_tagger.render import AppendError, Options, Rendered, render_appended, render_prompt
+from agentkv_serve.phase_tagger.template import TemplateError
+
+NOT_OPEN = -1
 
 
 class PromptError(ValueError):
@@ -17,57 +25,84 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """New tokens of a request: `ids`, their flat `runs` from 0, and the decode automaton's initial state."""
+    """New tokens of a request: `ids`, their flat `runs` from 0, and how the reply to them is to be labelled."""
 
     ids: list[int]
     runs: Runs
+    family: str
     initial: str
 
 
-class Renderer:
-    """The chat template, tokenizer and automaton of one model."""
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Labels of sampled tokens: flat `runs` from 0, and the label of the block that they leave open or NOT_OPEN."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._t = tokenizer
-        self.family = "qwen3"
-        self._end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    runs: Runs
+    open_block: int
+
+
+class Renderer:
+    """The chat template, vocabulary and decode automaton of one model; safe to use from several threads."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        # Built now: the first turn should not wait for tables.
+        chat.automaton()
+        chat.automaton(with_tools(chat.family))
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
-        from transformers import AutoTokenizer
+        """Read a model folder. Raises ValueError that says what is missing."""
+        return cls(ChatFormat.from_folder(folder))
 
-        return cls(AutoTokenizer.from_pretrained(folder))
-
-    def _render(self, messages: Any, tools: Any, kwargs: Any) -> str:
+    def whole(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        constrained: bool = False,
+    ) -> Prompt:
+        """The whole prompt. `constrained`: the engine will force a tool call. Raises PromptError."""
         try:
-            return str(
-                self._t.apply_chat_template(
-                    messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
-                )
-            )
-        except Exception as error:
+            return _prompt(render_prompt(self._chat, messages, tools, kwargs, Options(constrained=constrained)))
+        except (TemplateError, MessageError) as error:
             raise PromptError(str(error)) from error
 
-    def whole(self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any]) -> Prompt:
-        ids = self._t.encode(self._render(messages, tools, kwargs), add_special_tokens=False)
-        return Prompt(ids, [0, len(ids), int(Label.INPUT)], "start")
-
     def appended(
-        self, messages: Sequence[Mapping[str, Any]], covered: int, tools: Any, kwargs: Mapping[str, Any], *, last: Turn
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        start: int,
+        tools: Sequence[dict[str, Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        last: Turn,
+        constrained: bool = False,
     ) -> Prompt:
-        text = self._render(messages, tools, kwargs)
-        n = sum(m["role"] == "assistant" for m in messages[:covered])
-        i = 0
-        for _ in range(n):
-            i = text.index("<|im_start|>assistant", i) + 1
-        i = text.index("<|im_end|>", i)
-        if last.closed:
-            i += len("<|im_end|>")
-        ids = self._t.encode(text[i:], add_special_tokens=False)
-        return Prompt(ids, [0, len(ids), int(Label.INPUT)], "start")
+        """Only `messages[start:]`, to stand after the turn `last`, which ends with `messages[start - 1]`."""
+        block = None if last.open_block == NOT_OPEN else Label(last.open_block)
+        try:
+            rendered = render_appended(
+                self._chat,
+                messages,
+                start,
+                tools,
+                kwargs,
+                Options(constrained=constrained),
+                last_id=last.ids[-1],
+                open_block=block,
+            )
+        except (TemplateError, MessageError, AppendError) as error:
+            raise PromptError(str(error)) from error
+        return _prompt(rendered)
 
-    def label_output(self, initial: str, ids: Sequence[int]) -> list[tuple[int, int, int]]:
-        return [(0, len(ids), int(Label.SAY))]
+    def label_output(self, prompt: Prompt, ids: Sequence[int]) -> Output:
+        """Labels of the tokens sampled after `prompt`: the same tables that the engine steps."""
+        automaton = self._chat.automaton(prompt.family)
+        labels, state = automaton.run(automaton.initial[prompt.initial], ids)
+        open_block = automaton.is_open(state)
+        return Output(flatten_runs(runs_of(labels)), NOT_OPEN if open_block is None else int(open_block))
 
-    def ends_turn(self, ids: Sequence[int]) -> bool:
-        return bool(ids) and ids[-1] == self._end
+
+def _prompt(rendered: Rendered) -> Prompt:
+    return Prompt(rendered.ids, flatten_runs(rendered.runs), rendered.family, rendered.initial)

@@ -277,15 +277,15 @@ class Planner:
         fresh = request.messages[plan.match.covered :]
         size = sum(len(m.get("content") or "") for m in fresh)
 
+        choice = request.sampling.get("tool_choice")
+        constrained = choice == "required" or isinstance(choice, dict)
+
         def render() -> Prompt:
+            messages, tools, kwargs = request.messages, request.tools, request.template_kwargs
             if not turns:
-                return self._renderer.whole(request.messages, request.tools, request.template_kwargs)
+                return self._renderer.whole(messages, tools, kwargs, constrained=constrained)
             return self._renderer.appended(
-                request.messages,
-                plan.match.covered,
-                request.tools,
-                request.template_kwargs,
-                last=turns[-1],
+                messages, plan.match.covered, tools, kwargs, last=turns[-1], constrained=constrained
             )
 
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentkv_serve.gateway.errors import bad_request
+from agentkv_serve.gateway.sessions.meaning import text_of
 from agentkv_serve.gateway.settings import LimitSettings
 from agentkv_serve.gateway.upstream.bodies import CLIENT_FIELDS, REFUSED_FIELDS
 
@@ -176,4 +177,8 @@ def _alone(body: Mapping[str, Any]) -> str:
         return "n"
     if body.get("continue_final_message"):
         return "continue_final_message"
+    # The ledger holds text tokens; what stands for an image is made inside the engine.
+    contents = [message.get("content") for message in body["messages"]]
+    if any(text_of(content) is None for content in contents):
+        return "media"
     return ""

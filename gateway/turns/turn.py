@@ -21,7 +21,7 @@ from agentkv_serve.gateway.routing.registry import Registry
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.sessions.identity import Keys
 from agentkv_serve.gateway.sessions.ledger import Turn as LedgerTurn
-from agentkv_serve.gateway.sessions.ledger import concatenate, reasoning_digest
+from agentkv_serve.gateway.sessions.ledger import concatenate, extend_runs, reasoning_digest
 from agentkv_serve.gateway.sessions.meaning import message_digest
 from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.sessions.store import Lease, LeaseLost, SessionStore
@@ -208,7 +208,7 @@ class Turn:
             "budget": plan.budget,
             "policy": plan.policy,
             "runs": runs,
-            "decode": {"family": self._s.renderer.family, "initial": plan.prompt.initial},
+            "decode": {"family": plan.prompt.family, "initial": plan.prompt.initial},
             "rebuild": plan.controls.rebuild,
         }
         return session_body(
@@ -422,21 +422,16 @@ class Turn:
         if assembly.finish not in _COMMITTED or not output or plan.prompt is None:
             return None
         message = assembly.message()
-        labelled = self._s.renderer.label_output(plan.prompt.initial, output)
+        labelled = self._s.renderer.label_output(plan.prompt, output)
         ids, runs = concatenate((), plan.prompt.ids, plan.prompt.runs)
+        extend_runs(runs, labelled.runs, len(ids))
         ids.extend(output)
-        base = len(plan.prompt.ids)
-        for start, end, label in labelled:
-            if runs and runs[-1] == label and runs[-2] == start + base:
-                runs[-2] = end + base
-            else:
-                runs += (start + base, end + base, label)
         return LedgerTurn(
             link=digest(plan.links[-1], message_digest(message)),
             parent=plan.match.link,
             ids=ids,
             runs=array("i", runs),
-            closed=self._s.renderer.ends_turn(output),
+            open_block=labelled.open_block,
             reasoning=reasoning_digest(message),
             call_ids=tuple(unique_calls(message)),
         )

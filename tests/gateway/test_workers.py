@@ -1,0 +1,106 @@
+"""Several workers: placement, pins, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.gateway.conftest import Stack, Start, user
+from tests.gateway.engine import Answer
+
+
+def test_sessions_stay_where_they_are_and_spread_by_what_they_hold(start: Start) -> None:
+    stack = start(engines=2)
+    conversations = {name: [user(f"{name} " * size)] for name, size in (("a", 100), ("b", 10), ("c", 10), ("d", 10))}
+    where: dict[str, list[str]] = {}
+    for _ in range(3):
+        for name, messages in conversations.items():
+            reply = stack.say(messages, headers={"X-AgentKV-Session": name})
+            where.setdefault(name, []).append(reply["headers"]["x-agentkv-worker"])
+            messages.append(user("more"))
+    assert all(len(set(places)) == 1 for places in where.values())
+    # The big one has a worker for itself.
+    assert {where[name][0] for name in "bcd"} == {"w0", "w1"} - set(where["a"])
+
+
+def test_a_lost_worker_hands_its_sessions_on(start: Start) -> None:
+    stack = start(engines=2, health_interval=60)
+    messages = [user("Hi")]
+    first = stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    home = int(first["headers"]["x-agentkv-worker"][1])
+    stack.servers[home].stop()
+    messages.append(user("More"))
+    reply = stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    assert reply["headers"]["x-agentkv-worker"] == f"w{1 - home}"
+    assert (reply["agentkv"]["state"], reply["agentkv"]["reason"]) == ("moved", "worker_changed")
+    messages.append(user("Again"))
+    reply = stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    assert reply["agentkv"]["state"] == "resumed"
+
+
+def test_a_restarted_worker_rebuilds(stack: Stack) -> None:
+    messages = [user("Hi")]
+    stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    stack.engine.restart()
+    messages.append(user("More"))
+    reply = stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    assert (reply["agentkv"]["state"], reply["agentkv"]["reason"]) == ("rebuilt", "restarted")
+    messages.append(user("More"))
+    assert stack.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"
+
+
+def test_a_worker_dying_in_a_stream_is_an_error_frame_and_nothing_is_recorded(start: Start) -> None:
+    stack = start(engines=2)
+    messages = [user("Hi")]
+    stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    messages.append(user("More"))
+    for engine in stack.engines:
+        engine.script = lambda body: Answer("one two three four", die_after=2)
+    reply = stack.post(messages, headers={"X-AgentKV-Session": "s"}, stream=True)
+    frames = [f for f in reply.text.split("\n\n") if f]
+    assert json.loads(frames[-1][6:])["error"]["code"] == "worker_lost"
+    assert "[DONE]" not in reply.text
+    assert sum(len(engine.requests) for engine in stack.engines) == 2  # never sent again after the first token
+    for engine in stack.engines:
+        engine.script = lambda body: Answer("fine")
+    assert stack.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"
+
+
+def test_an_error_frame_of_the_engine_is_told_in_our_shape(stack: Stack) -> None:
+    stack.engine.script = lambda body: Answer("one", error_frame=(500, "CUDA out of memory at /opt/x"))
+    reply = stack.post([user("Hi")], stream=True)
+    frames = [f for f in reply.text.split("\n\n") if f]
+    error = json.loads(frames[-1][6:])["error"]
+    assert error["code"] == "worker_error" and "CUDA" not in error["message"]
+
+
+def test_without_a_worker_the_gateway_says_so(start: Start) -> None:
+    stack = start(engines=1, health_interval=60)
+    stack.servers[0].stop()
+    assert stack.post([user("Hi")]).status_code == 502
+    reply = stack.post([user("Hi")])
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "no_worker_available"
+    assert reply.headers["retry-after"]
+    assert stack.http.get("/readyz").status_code == 503
+    assert stack.http.get("/healthz").status_code == 200
+
+
+def test_the_workers_key_is_sent_and_the_clients_is_not(start: Start) -> None:
+    stack = start(worker_key="engine-secret", api_key="client-secret")
+    stack.engine.key = "engine-secret"
+    stack.say([user("Hi")], headers={"authorization": "Bearer client-secret"})
+    assert stack.engine.headers[0]["authorization"] == "Bearer engine-secret"
+    assert "client-secret" not in str(stack.engine.headers) + str(stack.engine.requests)
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic client-secret", "Bearer"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/v1/chat/completions"])
+def test_every_api_route_needs_a_key(start: Start, key: str | None, path: str) -> None:
+    stack = start(api_key="client-secret")
+    headers = {"authorization": key} if key else {}
+    method = "POST" if "chat" in path else "GET"
+    reply = stack.http.request(method, path, headers=headers)
+    assert reply.status_code == 401
+    assert reply.json()["error"]["code"] == "invalid_api_key"
