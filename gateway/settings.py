@@ -55,7 +55,7 @@ class KeySettings(_Part):
 class BudgetSettings(_Part):
     """KV budgets in tokens per layer and KV head. `cap` None: the model's context length."""
 
-    default: int | Literal["full", "auto"] = "auto"
+    default: Annotated[int, Field(ge=MIN_BUDGET)] | Literal["full", "auto"] = "auto"
     auto: int = Field(default=4096, ge=MIN_BUDGET)
     cap: int | None = Field(default=None, ge=MIN_BUDGET)
 

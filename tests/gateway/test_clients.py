@@ -1,0 +1,75 @@
+"""Today's client SDKs, in an environment of their own, against a real gateway on a port."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Stack
+from tests.gateway.engine import Answer, Body, FakeEngine
+
+HERE = Path(__file__).parent
+PYTHON = HERE.parents[1] / ".venv-clients" / "bin" / "python"
+
+
+def run(name: str, stack: Stack, *arguments: str) -> Any:
+    """Run a client script; its last line of output, read as JSON."""
+    command = [str(PYTHON), str(HERE / "clients" / name), f"{stack.url}/v1", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def agent(body: Body) -> Answer:
+    """Four tool calls, then the answer; tool results are counted in the prompt by the fake's own tokenizer."""
+    results = len(body["input_ids"])
+    return Answer("", reasoning=f"I have {results} tokens", calls=[("weather", '{"city":"Köln","day":1.0}')])
+
+
+def play(stack: Stack) -> None:
+    count = 0
+
+    def script(body: Body) -> Answer:
+        nonlocal count
+        count += 1
+        return Answer("It is sunny.", reasoning="enough") if count % 5 == 0 else agent(body)
+
+    stack.engine.script = script
+
+
+@pytest.mark.parametrize("session", ["", "loop-1"])
+@pytest.mark.parametrize("mode", ["streamed", "whole"])
+@pytest.mark.parametrize("script", ["openai_loop.py", "langchain_loop.py"])
+def test_a_tool_loop_resumes_every_turn(stack: Stack, script: str, mode: str, session: str) -> None:
+    play(stack)
+    told = run(script, stack, mode, session)
+    assert told["final"] == "It is sunny."
+    if script.startswith("openai"):
+        assert [state for state, *_ in told["states"]] == ["new", *["resumed"] * 4]
+    requests = stack.engine.requests
+    assert len(requests) == 5
+    # The engine's word: one session, each turn on top of the tokens of the one before.
+    assert len(stack.engine.sessions) == 1
+    assert [FakeEngine.control(r)["epoch"] for r in requests] == [0, 1, 2, 3, 4]  # type: ignore[index]
+    for earlier, later in itertools.pairwise(requests):
+        assert later["input_ids"][: len(earlier["input_ids"])] == earlier["input_ids"]
+    prompt = stack.engine.text(requests[-1])
+    assert prompt.count("I have") == 4 and prompt.count("sunny in Köln") == 4
+
+
+def test_refusals_raise_the_sdks_own_errors_and_are_not_retried(stack: Stack) -> None:
+    stack.engine.script = lambda body: Answer("one two three", die_after=1)
+    told = run("openai_errors.py", stack)
+    assert told["model"] == ["NotFoundError", 404, "model_not_found", True]
+    assert told["budget"] == ["BadRequestError", 400, "invalid_budget", True]
+    assert told["n"] == ["BadRequestError", 400, "n_not_supported_in_session", True]
+    assert told["long"] == ["BadRequestError", 400, "context_length_exceeded", True]
+    assert told["stream"] == ["APIError", None, "worker_lost", None]
+    assert told["models"] == ["tiny"]
+    assert len(stack.engine.requests) == 1
+    assert stack.metric('agentkv_requests_total{route="chat_completions"') == 5
