@@ -21,24 +21,12 @@ import triton
 import triton.language as tl
 
 from agentkv_serve.kernels.backend import aligned, base_addresses
+from agentkv_serve.kernels.paged import ELEMENT, load_rows
 
 _LOG2_E = math.log2(math.e)
 # Keys per program: long enough to repay loading the queries, short enough for a few programs per SM at 4k
 # keys.
 _RUN = 1024
-
-
-@triton.jit
-def _rows(address_ptr, slots_ptr, layer, head, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D):
-    """The rows `[BLOCK_N, BLOCK_D]` of one layer and head for the window's tokens n; zeros outside."""
-    base = tl.load(address_ptr + layer).to(tl.pointer_type(ELEMENT))
-    if ALIGNED:
-        base = tl.multiple_of(base, 16)
-    d = tl.arange(0, BLOCK_D)
-    # Slots are int64 and stay so: slot * stride passes 2^31 elements in pools of a few GiB.
-    slot = tl.load(slots_ptr + n, mask=n < N, other=0)
-    offset = slot[:, None] * slot_stride + head * head_stride + d[None, :]
-    return tl.load(base + offset, mask=(n < N)[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -89,7 +77,7 @@ def _lse_kernel(
     begin = split * RUN
     for start in range(begin, tl.minimum(begin + RUN, N), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        k = _rows(address_ptr, slots_ptr, layer, head, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D)
+        k = load_rows(address_ptr, slots_ptr, layer, head, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D)
         logits = _logits(k, q, scale, G, COMPUTE, BLOCK_N, BLOCK_U, BLOCK_G)
         logits = tl.where((n < N)[:, None], logits, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, axis=0))
@@ -120,7 +108,7 @@ def _mass_kernel(
         weight = tl.load(weight_ptr + u, mask=u < U, other=0.0)
     for start in range(begin, tl.minimum(begin + RUN, N), BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        k = _rows(address_ptr, slots_ptr, layer, head, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D)
+        k = load_rows(address_ptr, slots_ptr, layer, head, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D)
         if PARTS == 1:
             logits = _logits(k, q, scale, G, COMPUTE, BLOCK_N, BLOCK_U, BLOCK_G)
             mass = tl.sum(tl.exp2(logits - lse[None, :]) * weight[None, :], axis=1)
@@ -155,7 +143,7 @@ def _finish_kernel(
         best = tl.maximum(best, tl.load(mass_ptr + n - step, mask=(n >= step) & (n - step < N), other=0.0))
         best = tl.maximum(best, tl.load(mass_ptr + n + step, mask=n + step < N, other=0.0))
     if VALUES:
-        v = _rows(
+        v = load_rows(
             address_ptr, slots_ptr, row // HKV, row % HKV, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D
         )  # fmt: skip
         v = v.to(tl.float32)
@@ -206,10 +194,10 @@ def attention_mass_layers(
     addresses = base_addresses(k_buffers)
     config = {
         "HKV": hkv,
-        "ELEMENT": _ELEMENT[k_buffers[0].dtype],
+        "ELEMENT": ELEMENT[k_buffers[0].dtype],
         "ALIGNED": aligned(k_buffers, 16),
         "G": group,
-        "COMPUTE": _ELEMENT[queries.dtype] if exact else tl.float32,
+        "COMPUTE": ELEMENT[queries.dtype] if exact else tl.float32,
         "RUN": _RUN,
         "BLOCK_N": 64 if exact else 32,
         "BLOCK_U": block_u,
@@ -237,16 +225,7 @@ def attention_mass_layers(
     _finish_kernel[(triton.cdiv(count, block_n), rows)](
         mass, base_addresses(values), slots, out, value_power, count, values[0].shape[2], *values[0].stride()[:2],
         HKV=hkv, POOL=max(pool, 1), VALUES=v_buffers is not None,
-        ELEMENT=_ELEMENT[values[0].dtype], ALIGNED=aligned(values, 16),
+        ELEMENT=ELEMENT[values[0].dtype], ALIGNED=aligned(values, 16),
         BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(values[0].shape[2]), num_warps=4,
     )  # fmt: skip
     return out
-
-
-_ELEMENT = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
-}
