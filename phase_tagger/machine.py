@@ -146,6 +146,7 @@ class Machine:
         self.family = family
         rules = family_rules(family)
         self.columns = [rule for rule in rules if is_column(rule.marker)]
+        self._steps: dict[tuple[State, int], Step] = {}
         self._texts: dict[Mode, list[tuple[bytes, Rule]]] = {mode: [] for mode in Mode}
         for rule in rules:
             # A turn end that the vocabulary lacks is no marker at all; text that spells it stays text.
@@ -167,6 +168,12 @@ class Machine:
 
     def byte(self, state: State, byte: int) -> Step:
         """Read one byte of text."""
+        key = (state, byte)
+        if key not in self._steps:
+            self._steps[key] = self._step(state, byte)
+        return self._steps[key]
+
+    def _step(self, state: State, byte: int) -> Step:
         mode = state.mode
         if mode is Mode.DONE:
             return Step(state, Label.GLUE)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
-from .formats.chat import Conversation, JsonObject, Message, Segment
+from .formats.chat import REASONING_KEYS, Conversation, JsonObject, Message, Segment
 from .labels import Label
 from .sentinels import Field, Marker, choose_alphabet, search
 from .template import ChatTemplate, TemplateError
 
 Confidence = Literal["high", "medium", "low"]
 Write = Callable[[Segment], str]
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,24 @@ class Printed:
 
 @dataclass(frozen=True)
 class _Variant:
-    """How much a template is given: some refuse reasoning beside calls, some want arguments as text."""
+    """What some templates refuse, and how the same is said so that they accept it."""
 
-    reasoning: bool = True
-    parsed: bool = True
+    reasoning: bool = True  # reasoning beside calls
+    parsed: bool = True  # arguments as an object, not as JSON text
+    ids: bool = True  # call ids as the client chose them, not nine letters and digits
+    parallel: bool = True  # several calls in one message, not one message for each
+    no_tools: bool = True  # no tools are None, not an empty list
 
 
-_VARIANTS = (_Variant(), _Variant(parsed=False), _Variant(reasoning=False))
+_VARIANTS = (
+    _Variant(),
+    _Variant(no_tools=False),
+    _Variant(parsed=False),
+    _Variant(reasoning=False),
+    _Variant(ids=False),
+    _Variant(parallel=False),
+    _Variant(False, False, False, False, False),
+)
 
 
 class Printer:
@@ -61,7 +71,10 @@ class Printer:
         self.escape = escape
         self.add_generation_prompt = add_generation_prompt
         self.now = now or datetime.now()
-        self._names = {call.id: call.name.text for m in conversation.messages for call in m.calls}
+        calls = [call for message in conversation.messages for call in message.calls]
+        self._names = {call.id: call.name.text for call in calls}
+        self._short_ids = {identity: f"call{number:05d}" for number, identity in enumerate(self._names)}
+        self._parts = _wants_parts(template.source)
 
     def print(self) -> Printed:
         """Render plain, then marked, and verify; see `Printed`. Raises `TemplateError`."""
@@ -105,15 +118,23 @@ class Printer:
         return segment if text == segment.text else replace(segment, text=text)
 
     def _render(self, variant: _Variant, write: Write, everything: bool) -> str:
-        messages = [self._message(message, variant, write, everything) for message in self.conversation.messages]
+        messages: list[JsonObject] = []
+        for message in self.conversation.messages:
+            messages += self._split(self._message(message, variant, write, everything), variant)
         tools = [_schema(tool, write) for tool in self.tools] if everything else self.tools
         return self.template.render(
             messages,
-            tools,
+            tools or (None if variant.no_tools else []),
             add_generation_prompt=self.add_generation_prompt,
             arguments=self.arguments,
             now=self.now,
         )
+
+    def _split(self, message: JsonObject, variant: _Variant) -> list[JsonObject]:
+        calls = message.get("tool_calls", [])
+        if variant.parallel or len(calls) < 2:
+            return [message]
+        return [message | {"tool_calls": calls[:1]}, *({**_SILENT, "tool_calls": [call]} for call in calls[1:])]
 
     def _message(self, message: Message, variant: _Variant, write: Write, everything: bool) -> JsonObject:
         source = self.template.source
@@ -121,25 +142,29 @@ class Printer:
         if role == "developer" and "developer" not in source:
             role = "system"
         printed: JsonObject = {"role": role}
-        reasoning = write(message.reasoning) if message.reasoning and variant.reasoning else None
+        thought = message.reasoning if variant.reasoning else None
+        reasoning = write(thought) if thought and thought.text else None
         text = "".join(segment.text if segment.label is None else write(segment) for segment in message.content)
         printed["content"] = text
-        if message.media and "image" in source:
+        if self._parts or (message.media and "image" in source):
             printed["content"] = [{"type": kind} for kind in message.media] + [{"type": "text", "text": text}]
         if reasoning is not None and "[THINK]" in source:
             chunk = {"type": "thinking", "thinking": reasoning}
             printed["content"] = [chunk, {"type": "text", "text": text}] if text else [chunk]
         elif reasoning is not None:
-            keys = [key for key in _REASONING_KEYS if key in source] or ["reasoning_content"]
+            keys = [key for key in REASONING_KEYS if key in source] or ["reasoning_content"]
             printed |= dict.fromkeys(keys, reasoning)
         if message.calls:
             printed["tool_calls"] = list(self._calls(message, variant, write, everything))
         if message.role == "tool":
-            printed["tool_call_id"] = message.call_id
+            printed["tool_call_id"] = self._id(message.call_id, variant)
             printed["name"] = message.name or self._names.get(message.call_id or "", "")
         elif message.name:
             printed["name"] = message.name
         return printed
+
+    def _id(self, identity: str | None, variant: _Variant) -> str | None:
+        return identity if variant.ids else self._short_ids.get(identity or "", "call99999")
 
     def _calls(self, message: Message, variant: _Variant, write: Write, everything: bool) -> Iterator[JsonObject]:
         for call in message.calls:
@@ -150,7 +175,16 @@ class Printer:
             if not variant.parsed and not isinstance(arguments, str):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": name, "arguments": arguments}
-            yield {"id": call.id, "type": "function", "function": function}
+            yield {"id": self._id(call.id, variant), "type": "function", "function": function}
+
+
+_SILENT: JsonObject = {"role": "assistant", "content": ""}
+
+
+def _wants_parts(source: str) -> bool:
+    """Whether the template walks over the content's parts without asking whether it is a text."""
+    walks = re.search(r"for \w+ in message(\.content|\[['\"]content['\"]\])", source)
+    return bool(walks) and not re.search(r"content(['\"]\])? is (not )?(string|iterable|defined|mapping)", source)
 
 
 def _places(segments: Sequence[Segment]) -> tuple[tuple[int, str], ...]:

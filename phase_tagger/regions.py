@@ -17,6 +17,8 @@ from .families.family import Family
 from .labels import Label, Run
 from .sentinels import Field
 
+# What control tokens look like, for templates of no known family.
+_CONTROL = re.compile(r"<[|｜][^<>\n]{1,48}[|｜]>|</?[A-Za-z][\w:]*>|\[/?[A-Z_]+\]")
 CharLabels = npt.NDArray[np.int8]
 
 
@@ -40,6 +42,7 @@ class Regions:
         self.labels: CharLabels = np.full(len(text), Label.GLUE, np.int8)
         self._starts = _either(family.turn_start)
         self._ends = _either(family.turn_end)
+        self._known = bool(family.turn_start or family.turn_end)
         self.spans = self._merge(fields)
         for span in self.spans:
             self._paint(span.start, span.end, span.label)
@@ -117,7 +120,9 @@ class Regions:
         elif span.part == "call" or span.label is Label.ACT:
             if not self.family.channels:
                 closes = [at for block in self.family.act if (at := _last_end(self.text, block.close, a, end)) >= 0]
-                rest = max(closes, default=a + len(self.text[a:end].rstrip()))
+                control = None if self._known else _CONTROL.search(self.text, a, end)
+                shown = self.text[a : control.start() if control else end].rstrip()
+                rest = max(closes, default=a + len(shown))
         elif span.label is Label.TOOL:
             opener = min((at for at in self._tool_openers(a, end)), default=end)
             rest = max((_last_end(self.text, block.close, a, opener) for block in self.family.tool), default=a)
@@ -140,7 +145,8 @@ class Regions:
         elif span.part == "call" or span.label is Label.ACT:
             if not self.family.channels:
                 opened = [at for block in self.family.act if (at := self.text.find(block.open, a, b)) >= 0]
-                begin = min(opened, default=_skip_space(self.text, header, b))
+                controls = [] if self._known else [m.end() for m in _CONTROL.finditer(self.text, a, b)]
+                begin = min(opened, default=_skip_space(self.text, max([header, *controls]), b))
         elif span.label is Label.TOOL:
             begin = min(self._tool_openers(a, b), default=b)
         elif span.label is Label.INPUT:

@@ -92,5 +92,14 @@ def label_text(family: Family | str, text: str, initial: str = "start") -> list[
     return merged
 
 
+def split_turn(family: Family, text: str) -> list[Piece]:
+    """As `label_text`, without a walk through texts that hold no marker at all. Channels are never in the text."""
+    markers = (block.open for block in (*family.think, *family.act))
+    bare = tuple(family.bare_call)
+    if family.channels or not (any(map(text.__contains__, markers)) or (bare and text.lstrip().startswith(bare))):
+        return [(text, Label.SAY)]
+    return label_text(family, text)
+
+
 def _merge(settled: list[tuple[bytearray, Label]]) -> list[Piece]:
     return [(piece.decode("utf-8", "surrogatepass"), label) for piece, label in settled if piece]

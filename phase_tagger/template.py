@@ -46,7 +46,7 @@ class ChatTemplate:
         The template may change the message objects that it is given. Raises `TemplateError`.
         """
         values = {**self.tokens, **(arguments or {})}
-        values |= {"messages": list(messages), "tools": list(tools) if tools else None}
+        values |= {"messages": list(messages), "tools": None if tools is None else list(tools)}
         values |= {"add_generation_prompt": add_generation_prompt}
         values |= {"strftime_now": lambda form: (now or datetime.now()).strftime(form)}
         try:

@@ -10,11 +10,12 @@ from typing import Any
 from ..families import PLAIN
 from ..families.family import Family
 from ..labels import Label
-from ..stream import label_text
+from ..stream import split_turn
 
 JsonObject = dict[str, Any]
 Mark = Callable[["Segment"], str]
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _INPUT_ROLES = ("system", "developer", "user")
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
@@ -90,7 +91,8 @@ class Conversation:
         return any(message.calls or message.role == "tool" for message in self.messages)
 
 
-Dialect = Callable[[Message], list[Segment] | None]
+Dialect = Callable[[Message, Message | None], list[Segment] | None]
+"""Given a message and the one before it: its content in labelled segments, or None to leave it as it is."""
 
 
 def read_messages(
@@ -109,7 +111,9 @@ def read_messages(
     counted. Raises `MessageError`.
     """
     reader = _Reader(family, dialect, frozenset(think_tools))
-    found = [reader.read(index, message) for index, message in enumerate(messages, first)]
+    found: list[Message] = []
+    for index, raw in enumerate(messages, first):
+        found.append(reader.read(index, raw, found[-1] if found else None))
     return Conversation(found, reader.unknown_parts)
 
 
@@ -121,7 +125,7 @@ class _Reader:
         self.unknown_parts = 0
         self.legacy_calls = 0
 
-    def read(self, index: int, raw: Mapping[str, Any]) -> Message:
+    def read(self, index: int, raw: Mapping[str, Any], before: Message | None) -> Message:
         if not isinstance(raw, Mapping) or not isinstance(raw.get("role"), str):
             raise MessageError(f"messages[{index}] must be an object with a role")
         role = raw["role"]
@@ -138,7 +142,7 @@ class _Reader:
                 self.unknown_parts += 1
             self._content(message, raw.get("content"), Label.INPUT, "content")
         if self.dialect is not None:
-            replaced = self.dialect(message)
+            replaced = self.dialect(message, before)
             message.content = message.content if replaced is None else replaced
         return message
 
@@ -146,21 +150,19 @@ class _Reader:
         return f"call_{self.legacy_calls}" if role == "function" else f"result_{index}"
 
     def _assistant(self, message: Message, raw: Mapping[str, Any]) -> None:
-        reasoning = next(
-            (raw[key] for key in ("reasoning_content", "reasoning", "thinking") if isinstance(raw.get(key), str)), ""
-        )
-        for number, call in enumerate(_calls(raw)):
-            self._call(message, number, call)
+        given = [raw[key] for key in REASONING_KEYS if isinstance(raw.get(key), str) and raw[key]]
+        for call in _calls(raw):
+            self._call(message, call)
         self._content(message, raw.get("content"), Label.SAY, "content")
-        thoughts = [reasoning, *self._thoughts]
+        thoughts = [*given[:1], *self._thoughts]
         thought = "\n".join(text for text in thoughts if text)
-        if thought:
+        if thoughts:
             message.reasoning = Segment(thought, Label.THINK, message.index, "reasoning")
         if _text_or_none(raw.get("refusal")):
             message.content.append(Segment(raw["refusal"], Label.SAY, message.index, "content"))
         message.content = [piece for segment in message.content for piece in self._split(message, segment)]
 
-    def _call(self, message: Message, number: int, call: Mapping[str, Any]) -> None:
+    def _call(self, message: Message, call: Mapping[str, Any]) -> None:
         function = call.get("function") if isinstance(call.get("function"), Mapping) else call
         assert isinstance(function, Mapping)
         name = _text_or_none(function.get("name")) or _text_or_none(call.get("name")) or ""
@@ -195,30 +197,26 @@ class _Reader:
         if isinstance(item, str):
             texts.append(item)
             return
-        kind = item.get("type", "text") if isinstance(item, Mapping) else None
-        assert item is None or kind is None or isinstance(item, Mapping)
-        if kind in _TEXT_PARTS:
-            value = item.get("text", item.get("refusal"))
-            if isinstance(value, str):
-                texts.append(value)
-                return
+        part = item if isinstance(item, Mapping) else {"type": "unknown"}
+        kind = part.get("type", "text")
+        value = part.get("text", part.get("refusal"))
+        if kind in _TEXT_PARTS and isinstance(value, str):
+            texts.append(value)
         elif kind == "thinking":
-            value = item.get("thinking")
-            inner = value if isinstance(value, list) else [value]
+            thought = part.get("thinking")
+            inner = thought if isinstance(thought, list) else [thought]
             thoughts += [t.get("text", "") if isinstance(t, Mapping) else str(t or "") for t in inner]
-            return
+        elif kind == "redacted_thinking":
+            thoughts.append("")  # nobody can read it, but it is thinking
         elif kind in _MEDIA_PARTS:
             message.media.append(_MEDIA_PARTS[kind])
-            return
-        self.unknown_parts += 1
+        else:
+            self.unknown_parts += 1
 
     def _split(self, message: Message, segment: Segment) -> list[Segment]:
         """The assistant's text: a leading think block, then calls in text when there are no structured ones."""
-        pieces = label_text(self.family, segment.text) if not self.family.channels else [(segment.text, Label.SAY)]
-        if message.reasoning is not None and pieces[0][1] is not Label.THINK:
-            pieces = [(segment.text, Label.SAY)] if message.calls else pieces
         found: list[Segment] = []
-        for text, label in pieces:
+        for text, label in split_turn(self.family, segment.text):
             if label is Label.ACT and message.calls:
                 label = Label.SAY
             blocks = {Label.THINK: self.family.think, Label.ACT: self.family.act}.get(label, ())
