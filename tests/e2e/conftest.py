@@ -1,4 +1,4 @@
-"""Servers and models that the end-to-end tests share. An engine takes half a minute to start, so each is started once."""
+"""Servers and models that the end-to-end tests share. An engine takes half a minute to start: each starts once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
-from server import STOCK_ENV, Server, agentkv_command, stock_command
+from fleet import PAGED, Arena, Fleet
 from tiny_models import write_model
 
 from agentkv_serve.model import default_model
-
-FP32 = ("--dtype", "float32")
 
 
 @pytest.fixture(scope="session")
@@ -37,37 +35,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-class Fleet:
-    """Starts servers on demand, each kind once; `stop` ends them all."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.servers: dict[tuple[str, ...], Server] = {}
-
-    def stock(self, model: Path, *flags: str, **env: str) -> Server:
-        """SGLang without the plug-in."""
-        return self._get(stock_command(model, *FP32, *flags), {**STOCK_ENV, **env})
-
-    def agentkv(self, model: Path, *flags: str, **env: str) -> Server:
-        """SGLang with the plug-in; `server.dumps` is the folder where its compactions are written."""
-        dumps = self.folder / f"dumps-{len(self.servers)}"
-        server = self._get(agentkv_command(model, *FP32, *flags), {"AGENTKV_DUMP": str(dumps), **env})
-        if not hasattr(server, "dumps"):
-            server.dumps = dumps
-        return server
-
-    def _get(self, command: list[str], env: dict[str, str]) -> Server:
-        key = (*command, *(f"{name}={env[name]}" for name in sorted(env) if name != "AGENTKV_DUMP"))
-        server = self.servers.get(key)
-        if server is None or server.process.poll() is not None:
-            server = self.servers[key] = Server(command, env, self.folder)
-        return server
-
-    def stop(self, keep: set[tuple[str, ...]] = frozenset()) -> None:
-        for key in [key for key in self.servers if key not in keep]:
-            self.servers.pop(key).stop()
-
-
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Servers that live as long as the test run."""
@@ -82,6 +49,13 @@ def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("servers"))
     yield fleet
     fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def arena(fleet: Fleet, tiny: Callable[..., Path]) -> Arena:
+    """A tiny model with pages of 16 and prefill chunks of 256, strict checks on."""
+    folder = tiny("llama-gqa")
+    return Arena.of(fleet.agentkv(folder, *PAGED), folder)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from oracle import PHASES, Replay, Turn
 from server import Conversation, Reply
@@ -21,6 +22,7 @@ class Dump:
     """One compaction as the engine wrote it."""
 
     length: int
+    old_start: int
     start: int
     kept: torch.Tensor  # [layers, Hkv, K] logical positions
     queries: torch.Tensor  # [layers, R, Hq, D], phase by phase
@@ -35,6 +37,7 @@ def read_dumps(folder: Path, key: str) -> list[Dump]:
             found.append(
                 Dump(
                     int(data["length"]),
+                    int(data["old_start"]) if "old_start" in data else -1,
                     int(data["start"]),
                     torch.from_numpy(data["kept"]).long(),
                     torch.from_numpy(data["queries"]),
@@ -63,30 +66,54 @@ class Duel:
     stop: frozenset[int] = frozenset()
     rounds: list[Round] = field(default_factory=list)
 
-    def play(self, step: Step, *, cached: int = 0, **more: Any) -> Round:
-        """One turn on both sides. `cached`: prompt tokens that the server takes from its prefix tree."""
+    def play(self, step: Step, *, follow: bool = True, **more: Any) -> Round:
+        """One turn on both sides. Where the server says that it began afresh, the replay does so too.
+
+        `follow`: check each keep-set against the server's, and adopt its choice among equal scores.
+        """
         for label, ids in step.pieces:
             self.conversation.extend(ids, label)
         prompt, labels = list(self.conversation.ids), list(self.conversation.labels)
-        seen = sum(len(one.dumps) for one in self.rounds)
+        seen = len(self._dumps())
         initial = self.automaton.initial[step.initial]
         reply = self.conversation.send(
             step.max_tokens, step.initial, ignore_eos=not self.stop, logprobs=True, top_logprobs=2, **more
         )
         sampled, _ = self.automaton.run(initial, reply.output_ids)
         self.conversation.labels[len(labels) :] = sampled
-        dumps = read_dumps(self.conversation.server.dumps, self.conversation.key)[seen:]
+        dumps = self._dumps()[seen:]
+        fresh = reply.facts["state"] != "resumed"
+        if fresh:
+            self.replay = Replay(self.replay.model, self.replay.settings)
         turn = self.replay.turn(
             prompt,
             phases(labels),
             lambda output: phases(self.automaton.run(initial, output)[0])[-1],
             step.max_tokens,
             stop=self.stop,
-            cached=cached,
-            follow=[dump.kept for dump in dumps],
+            cached=reply.cached if fresh else 0,
+            follow=[dump.kept for dump in dumps] if follow else None,
         )
         self.rounds.append(Round(reply, turn, dumps))
         return self.rounds[-1]
+
+    def __enter__(self) -> Duel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.conversation.close()
+
+    def set_budget(self, budget: int) -> None:
+        """From the next turn on."""
+        self.conversation.budget = budget
+        self.replay.settings = replace(self.replay.settings, budget=budget)
+
+    def branch(self, length: int) -> None:
+        """Cuts the conversation after `length` tokens, as a client does that edits its history."""
+        del self.conversation.ids[length:], self.conversation.labels[length:]
+
+    def _dumps(self) -> list[Dump]:
+        return read_dumps(self.conversation.server.dumps, self.conversation.key)
 
 
 def phases(labels: Sequence[Label]) -> list[int]:
@@ -103,6 +130,10 @@ def assert_same_turn(one: Round) -> None:
     ours = torch.log_softmax(one.turn.logits, dim=-1)
     for row, token, theirs in zip(ours, one.turn.output_ids, one.reply.logprobs, strict=True):
         assert abs(float(row[token]) - theirs) < 1e-3
+    facts = one.reply.facts
+    assert facts["held"] == one.turn.held
+    assert facts["evicted"] + facts["held"] == facts["logical"] - 1
+    assert facts["phases"] == pytest.approx(one.turn.phases, abs=1e-3)
     assert [(dump.length, dump.start) for dump in one.dumps] == [
         (compaction.length, compaction.start) for compaction in one.turn.compactions
     ]

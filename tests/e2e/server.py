@@ -6,6 +6,7 @@ it as the gateway does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", **STRICT, **env}
+        self.dumps = folder / f"dumps-{self.port}"
+        ours = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "AGENTKV_DUMP": str(self.dumps)}
+        environment = {**os.environ, **ours, **STRICT, **env}
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self.port)],
@@ -74,14 +77,10 @@ class Server:
         self.client.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
-        try:  # the scheduler and detokenizer may outlive the parent
+        with contextlib.suppress(ProcessLookupError):  # the scheduler and detokenizer may outlive the parent
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(20)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -134,17 +133,21 @@ class Reply:
     def of(cls, body: dict[str, Any]) -> Reply:
         choice = body["choices"][0]
         extra = body.get("sglext") or {}
-        details = extra.get("cached_tokens_details") or {}
-        word = str(details.get("storage_backend") or "")
         usage = body["usage"].get("prompt_tokens_details") or {}
         return cls(
             output_ids=list(extra["output_ids"][0]),
             finish=choice["finish_reason"],
             cached=int(usage.get("cached_tokens") or 0),
-            facts=json.loads(word.removeprefix(FACTS)) if word.startswith(FACTS) else {},
+            facts=facts_of(extra),
             logprobs=[entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content", [])],
             body=body,
         )
+
+
+def facts_of(sglext: dict[str, Any]) -> dict[str, Any]:
+    """The engine's facts out of a reply's `sglext`; {} where there are none."""
+    word = str((sglext.get("cached_tokens_details") or {}).get("storage_backend") or "")
+    return dict(json.loads(word.removeprefix(FACTS))) if word.startswith(FACTS) else {}
 
 
 @dataclass
@@ -192,8 +195,94 @@ class Conversation:
         self.labels = self.labels + (list(sampled) if sampled else [Label.SAY] * len(reply.output_ids))
         return reply
 
+    @contextlib.contextmanager
+    def running(self, pieces: Sequence[tuple[Label, list[int]]], max_tokens: int = 1000) -> Iterator[Running]:
+        """A turn that is under way and whose end nobody waits for; it is left out of the ledger.
+
+        Leaving the block closes the connection.
+        """
+        before = len(self.ids)
+        for label, ids in pieces:
+            self.extend(ids, label)
+        rid = uuid.uuid4().hex
+        sampling = {
+            "max_new_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "custom_params": self.custom_params(),
+        }
+        body = {"input_ids": self.ids, "sampling_params": sampling, "stream": True, "rid": rid}
+        self.epoch += 1
+        self.ids, self.labels = self.ids[:before], self.labels[:before]
+        with self.server.client.stream("POST", "/generate", json=body) as response:
+            yield Running(self.server, rid, response.iter_lines())
+
+    def stream(self, max_tokens: int, initial: str = "start") -> list[tuple[str, Any]]:
+        """One streamed turn as the gateway asks for it; the ledger stays as it was.
+
+        Returns its frames in order: ("text", choice), ("facts", facts), ("ids", output ids), ("usage", usage).
+        """
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "."}],
+            "input_ids": self.ids,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "rid": uuid.uuid4().hex,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_output_ids_in_sglext": True,
+            "return_cached_tokens_details": True,
+            "custom_params": self.custom_params(initial),
+        }
+        self.epoch += 1
+        frames: list[tuple[str, Any]] = []
+        headers = {"x-sglext-ids-framed": "1"}
+        with self.server.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                frame = json.loads(line.removeprefix("data: "))
+                extra = frame.get("sglext") or {}
+                if extra.get("output_ids"):
+                    frames.append(("ids", extra["output_ids"][0]))
+                elif extra:
+                    frames.append(("facts", facts_of(extra)))
+                elif frame.get("usage"):
+                    frames.append(("usage", frame["usage"]))
+                else:
+                    frames.append(("text", frame["choices"][0]))
+        return frames
+
     def close(self) -> httpx.Response:
+        """Ends the session."""
         return self.server.post("/close_session", {"session_id": self.key})
+
+
+@dataclass
+class Running:
+    """A streamed turn."""
+
+    server: Server
+    rid: str
+    lines: Iterator[str]
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, tokens: int | None = None) -> dict[str, Any]:
+        """Reads on until `tokens` were sampled, or to the end: the last frame."""
+        for line in self.lines:
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            self.last = json.loads(line.removeprefix("data: "))
+            if tokens is not None and self.last["meta_info"]["completion_tokens"] >= tokens:
+                break
+        return self.last
+
+    def abort(self) -> dict[str, Any]:
+        """Aborts the turn and waits for its end: the last frame."""
+        self.server.post("/abort_request", {"rid": self.rid})
+        return self.read()
 
 
 def flat_runs(labels: Sequence[Label]) -> list[int]:

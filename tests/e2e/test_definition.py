@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from oracle import Replay, Rings, Settings, agentkv_scores, dense, keep_set, load_model, prefill_chunks, tie_gap
+from oracle import (
+    Replay,
+    Rings,
+    Settings,
+    agentkv_scores,
+    dense,
+    keep_set,
+    load_model,
+    prefill_chunks,
+    recorded,
+    tie_gap,
+)
 from transcripts import random_steps
 
 
@@ -41,6 +53,31 @@ def test_compressed_replay_equals_a_masked_dense_run(tiny: Callable[..., Path]) 
         done = sofar
         ids = ids + turn.output_ids
     assert len(done) >= 6
+
+
+def test_recorded_check_accepts_the_replay_and_nothing_else(tiny: Callable[..., Path]) -> None:
+    """Turns, then a mid-turn restart from nothing, as a retraction is; and a token that nobody said."""
+    model = load_model(tiny("llama-gqa"))
+    replay, held = Replay(model, Settings(budget=128, chunk=256)), recorded.Held(model)
+    ids: list[int] = []
+    steps = random_steps([400, 100], [200, 30])
+    for step in steps:
+        ids = ids + step.ids
+        turn = replay.turn(ids, [0] * len(ids), lambda _: 1, step.max_tokens)
+        ids = ids + turn.output_ids
+        events = [recorded.Event(c.length, c.length - c.candidates.shape[-1], c.kept) for c in turn.compactions]
+        wrong = [*ids[:-5], (ids[-5] + 1) % 256, *ids[-4:]]
+        before = copy.copy(held)
+        for name in ("keys", "values", "positions"):
+            setattr(before, name, dict(getattr(held, name)))
+        with pytest.raises(AssertionError, match="does not follow"):
+            recorded.check_turn(before, wrong, step.max_tokens, events)
+        held = recorded.check_turn(held, ids, step.max_tokens, events)
+    prompt = [*ids, 7, 8, 9]
+    again = prompt + Replay(model, Settings()).turn(prompt, [0] * len(prompt), lambda _: 1, 20).output_ids
+    size = len(again) - 1
+    everything = torch.arange(size).repeat(2, 2, 1)
+    assert recorded.check_turn(held, again, 20, [recorded.Event(size, 0, everything)]).length == size
 
 
 def test_scores_by_hand() -> None:

@@ -45,14 +45,14 @@ def random_steps(
     return steps
 
 
-NAMES = ["Ada", "Bela", "Chidi", "Dana", "Emre", "Farid", "Gita", "Hugo", "Ines", "Jonas", "Keiko", "Luis", "Mina", "Nils", "Olga", "Pavel"]
-CITIES = ["Lagos", "Oslo", "Lima", "Quito", "Delhi", "Turin", "Perth", "Kyoto", "Cairo", "Riga", "Leeds", "Porto", "Seoul", "Bonn", "Accra", "Haifa"]
+NAMES = ("Ada", "Bela", "Chidi", "Dana", "Emre", "Farid", "Gita", "Hugo", "Ines", "Jonas", "Keiko", "Luis", "Mina")
+CITIES = ("Lagos", "Oslo", "Lima", "Quito", "Delhi", "Turin", "Perth", "Kyoto", "Cairo", "Riga", "Leeds", "Porto")
 
 
 def _records(generator: random.Random, count: int) -> str:
     return "\n".join(
         f"{generator.choice(NAMES)} booked flight {generator.randrange(100, 999)} from {generator.choice(CITIES)} "
-        f"to {generator.choice(CITIES)} for {generator.randrange(40, 900)} dollars on day {generator.randrange(1, 365)}."
+        f"to {generator.choice(CITIES)} for {generator.randrange(40, 900)} dollars, day {generator.randrange(1, 365)}."
         for _ in range(count)
     )
 

@@ -26,7 +26,7 @@ candidates. Candidates at positions below 32 and the last 32 candidates are alwa
 highest scores, the lowest position first among equals.
 """
 
-from . import dense
+from . import dense, recorded
 from .model import load_model
 from .policy import PHASES, Rings, agentkv_scores, keep_set, tie_gap
 from .replay import Compaction, Replay, Settings, Turn, prefill_chunks
@@ -43,5 +43,6 @@ __all__ = [
     "keep_set",
     "load_model",
     "prefill_chunks",
+    "recorded",
     "tie_gap",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .model import forward
-from .policy import Rings, agentkv_scores, keep_set, tie_gap
+from .policy import PHASES, Rings, agentkv_scores, keep_set, tie_gap
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Turn:
     held: int
     margin: float  # the narrowest lead of a sampled token's logit over the runner-up
     logits: torch.Tensor  # [tokens, V]
+    phases: dict[str, float]  # held entries of each phase, a mean over layers and KV heads
     compactions: list[Compaction]
 
 
@@ -70,22 +71,23 @@ class Replay:
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     positions: dict[int, torch.Tensor] = field(default_factory=dict)  # layer -> [Hkv, n]
     scales: dict[int, float] = field(default_factory=dict)
-    _phases: list[int] | None = None  # phases of the tokens now being computed; None: not captured
+    phase_of: list[int] = field(default_factory=list)  # of every token with keys and values
+    _captured: list[int] | None = None  # phases of the tokens now being computed; None: not captured
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """The model's attention step: appends to the cache, fills the rings, answers [T, Hq, D]."""
         heads, new, _ = key.shape
-        where = torch.arange(self.length, self.length + new).expand(heads, new)
+        where = torch.arange(self.length, self.length + new).repeat(heads, 1)
         self.scales[layer] = scale
         if layer in self.keys:
             key = torch.cat([self.keys[layer], key], dim=1)
             value = torch.cat([self.values[layer], value], dim=1)
             where = torch.cat([self.positions[layer], where], dim=1)
         self.keys[layer], self.values[layer], self.positions[layer] = key, value, where
-        if self._phases is not None:
-            for token, phase in enumerate(self._phases):
+        if self._captured is not None:
+            for token, phase in enumerate(self._captured):
                 self.rings.add(layer, phase, self.length + token, query[:, token].clone())
         count = key.shape[1]
         hidden = torch.ones(new, count, dtype=torch.bool).triu(count - new + 1)
@@ -94,8 +96,9 @@ class Replay:
         weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         return torch.einsum("htn,hnd->thd", weights, value.repeat_interleave(group, dim=0))
 
-    def _feed(self, ids: list[int], phases: list[int] | None) -> torch.Tensor:
-        self._phases = phases
+    def _feed(self, ids: list[int], phases: list[int], *, captured: bool = True) -> torch.Tensor:
+        self.phase_of += phases
+        self._captured = phases if captured else None
         logits = forward(self.model, ids, self.length, self)
         self.length += len(ids)
         return logits
@@ -127,7 +130,7 @@ class Replay:
         theirs = iter(follow) if follow is not None else None
         done: list[Compaction] = []
         if cached:
-            self._feed(input_ids[:cached], None)
+            self._feed(input_ids[:cached], phases[:cached], captured=False)
         logits = torch.empty(0)
         for first, end in prefill_chunks(self.length, len(input_ids), self.settings.chunk, self.settings.page):
             logits = self._feed(input_ids[first:end], phases[first:end])
@@ -144,7 +147,14 @@ class Replay:
         self._compact(0, done, theirs)
         self.tokens = input_ids + output
         leads = [torch.topk(row, 2).values for row in seen]
-        return Turn(output, self.held, min(float(a - b) for a, b in leads), torch.stack(seen), done)
+        margin = min(float(a - b) for a, b in leads)
+        return Turn(output, self.held, margin, torch.stack(seen), self._phase_counts(), done)
+
+    def _phase_counts(self) -> dict[str, float]:
+        of = torch.tensor(self.phase_of)
+        counts = sum(torch.bincount(of[where.flatten()], minlength=len(PHASES)) for where in self.positions.values())
+        heads = sum(where.shape[0] for where in self.positions.values())
+        return {name: float(count) / heads for name, count in zip(PHASES, counts, strict=True)}
 
     def _compact(self, slack: int, done: list[Compaction], theirs: Iterator[torch.Tensor] | None) -> None:
         s = self.settings
@@ -200,7 +210,8 @@ class Replay:
             count, gap = tie_gap(scores[head], mine[head], index)
             if gap >= 1e-5:
                 raise AssertionError(
-                    f"layer {layer}, KV head {head}, length {self.length}: {count} entries differ, scores {gap:.2e} apart"
+                    f"layer {layer}, KV head {head}, length {self.length}: {count} entries differ, "
+                    f"their scores {gap:.2e} apart"
                 )
             ties += count
             chosen.append(index)
