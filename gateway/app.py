@@ -15,6 +15,7 @@ from agentkv_serve.gateway.edge import Edge, api_error, client_gone, http_error
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.routes.chat import chat_completions
 from agentkv_serve.gateway.routes.health import healthz, metrics, readyz
+from agentkv_serve.gateway.routes.messages import count_tokens, messages
 from agentkv_serve.gateway.routes.models import get_model, list_models
 from agentkv_serve.gateway.runtime import Runtime
 from agentkv_serve.gateway.sessions.rendering import Renderer
@@ -43,6 +44,8 @@ def create_app(settings: Settings) -> FastAPI:
     # Plain routes: the hot path pays for no validation layer of the framework.
     app.router.routes += [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/healthz", healthz, methods=["GET"]),

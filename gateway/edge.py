@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agentkv_serve.gateway.dialects.anthropic import error_body
+from agentkv_serve.gateway.encoding import dumps
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.turns.departure import ClientGone
 
@@ -65,7 +67,10 @@ class Edge:
 async def api_error(request: Request, error: Exception) -> Response:
     """Handler of ApiError."""
     assert isinstance(error, ApiError)
-    return error.response()
+    reply = error.response()
+    if request.url.path.startswith("/v1/messages"):
+        return Response(dumps(error_body(error)), reply.status_code, _own_headers(reply), media_type="application/json")
+    return reply
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -79,6 +84,10 @@ async def http_error(request: Request, error: Exception) -> Response:
 async def client_gone(request: Request, error: Exception) -> Response:
     """Handler of ClientGone: nobody reads this, but the status is counted."""
     return Response(status_code=CLIENT_CLOSED)
+
+
+def _own_headers(reply: Response) -> dict[str, str]:
+    return {k: v for k, v in reply.headers.items() if k not in ("content-length", "content-type")}
 
 
 def _internal() -> ApiError:

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from agentkv_serve.gateway.encoding import dumps
+from agentkv_serve.gateway.dialects.dialect import Dialect
 from agentkv_serve.gateway.errors import ApiError
-from agentkv_serve.gateway.settings import StreamSettings
 from agentkv_serve.gateway.turns.departure import ClientGone, Departure
 from agentkv_serve.gateway.turns.turn import Turn
 
@@ -23,15 +22,18 @@ SSE_HEADERS: Mapping[str, str] = {
 
 
 class TurnStream(Response):
-    """Relays a turn whose `open` runs in the task `opening`; keep-alives fill every silence."""
+    """Relays a turn whose `open` runs in the task `opening`; keep-alives fill every silence of `ping` seconds."""
 
-    def __init__(self, turn: Turn, opening: asyncio.Task[None], departure: Departure, settings: StreamSettings) -> None:
-        super().__init__(None, 200, {**turn.headers(), **SSE_HEADERS})
+    def __init__(
+        self, turn: Turn, dialect: Dialect, opening: asyncio.Task[None], departure: Departure, ping: float
+    ) -> None:
+        super().__init__(None, 200, {**turn.headers(), **dialect.headers(turn), **SSE_HEADERS})
         del self.headers["content-length"]
         self._turn = turn
+        self._dialect = dialect
         self._opening = opening
         self._departure = departure
-        self._settings = settings
+        self._every = ping
         self._last = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,35 +49,29 @@ class TurnStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _relay(self, send: Send) -> None:
+        turn, dialect = self._turn, self._dialect
         try:
+            await self._write(send, dialect.begin(turn))
             await self._opening
             # Goes on to the end for a client that has left: only then is the session free.
-            async for data in self._turn.frames():
-                await self._write(send, data)
+            async for frames in turn.contents():
+                await self._write(send, dialect.content(frames))
+            if turn.failure is not None:
+                raise turn.failure
+            if not turn.aborted:
+                await self._write(send, await dialect.end(turn))
         except ApiError as error:
-            await self._write(send, error.frame())
+            await self._write(send, dialect.failure(error))
         except ClientGone:
             return
 
     async def _ping(self, send: Send) -> None:
         while True:
-            await asyncio.sleep(max(0.01, self._last + self._settings.ping - time.monotonic()))
-            if time.monotonic() - self._last >= self._settings.ping:
-                await self._write(send, self._keep_alive())
+            await asyncio.sleep(max(0.01, self._last + self._every - time.monotonic()))
+            if time.monotonic() - self._last >= self._every:
+                await self._write(send, self._dialect.keep_alive(self._turn))
 
     async def _write(self, send: Send, data: bytes) -> None:
-        if not self._departure.gone:
+        if data and not self._departure.gone:
             self._last = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": True})
-
-    def _keep_alive(self) -> bytes:
-        if self._settings.kind == "comment":
-            return b": ping\n\n"
-        chunk = {
-            "id": "keep-alive",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": self._turn.plan.request.model,
-            "choices": [{"index": 0, "delta": {}, "finish_reason": None}],
-        }
-        return b"data: " + dumps(chunk) + b"\n\n"

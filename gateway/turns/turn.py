@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agentkv_serve.gateway.encoding import digest, dumps
+from agentkv_serve.gateway.encoding import digest
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.metrics import Metrics
 from agentkv_serve.gateway.routing.placement import place
@@ -66,7 +66,7 @@ class Services:
 
 
 class Turn:
-    """Runs a plan. Call `open`, then either `frames` or `whole`; both settle the session at their end.
+    """Runs a plan. Call `open`, then either `contents` or `whole`; both settle the session at their end.
 
     After a failed `open` the session is settled already. `abort` may be called at any time: the worker is told to
     stop, and the running call goes on until the worker's end so that the session is not used by two turns at once.
@@ -77,6 +77,7 @@ class Turn:
         self.aborted = False
         self.facts = Facts()
         self.usage: dict[str, Any] = {}
+        self.failure: ApiError | None = None
         self._s = services
         self._rid = ""
         self._worker: Worker | None = None
@@ -273,12 +274,13 @@ class Turn:
 
     # ---- relay --------------------------------------------------------------------------------------------
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """The stream for the client, as whole frames; at its end the session is settled, before the last frame
-        goes out. Content frames are the engine's bytes."""
+    async def contents(self) -> AsyncIterator[list[bytes]]:
+        """The content frames of the stream, as they arrive: the engine's bytes. At the end the session is settled;
+        `failure` then says what went wrong, or is None, and `usage` is the usage frame, if there was one.
+        """
         assert self._reply is not None and self._worker is not None
         cutter, content = FrameCutter(), list[bytes]()
-        expected, done, failure = self.state, False, None
+        expected, done = self.state, False
         try:
             async for piece in self._reply.pieces():
                 ready = []
@@ -287,9 +289,9 @@ class Turn:
                     if kind is Frame.CONTENT:
                         if not content:
                             self._s.metrics.ttft.observe(time.monotonic() - self._started)
-                        content.append(frame)
                         if b'"finish_reason":null' not in frame:
                             self._finishing = True
+                        content.append(frame)
                         ready.append(frame)
                     elif kind is Frame.SGLEXT:
                         self.facts.read(orjson.loads(payload_of(frame))["sglext"])
@@ -298,30 +300,20 @@ class Turn:
                     elif kind is Frame.DONE:
                         done = True
                     elif kind is Frame.ERROR:
-                        failure = client_error(0, payload_of(frame))
+                        self.failure = client_error(0, payload_of(frame))
                     else:
                         ready.append(frame)
                 if ready:
-                    yield b"".join(ready)
+                    yield ready
         except UpstreamError as error:
             log.warning("worker %s broke off a stream: %s", self._worker.id, error)
-        if not done and failure is None and not self.aborted:
-            self._s.registry.failed(self._worker)
-            self._s.metrics.upstream_errors.labels(self._worker.id, "broken_stream").inc()
-            failure = ApiError(
-                502, "worker_lost", "The worker went away in the middle of the reply; send the turn again."
-            )
-        await self._settle(Assembly.of_frames(content) if done and failure is None else None)
-        if failure is not None:
-            yield failure.frame()
-            return
+        if not done and self.failure is None and not self.aborted:
+            self.failure = self._lost("broken_stream")
+        await self._settle(Assembly.of_frames(content) if done and self.failure is None else None)
         if self.facts.state and self.state != expected:
             self._s.metrics.mismatches.labels(expected, self.state).inc()
-        closing = b"data: [DONE]\n\n"
-        if self.plan.request.include_usage and self.usage:
+        if self.usage:
             self.usage["usage"] = usage_of(self.usage["usage"], self)
-            closing = b"data: " + dumps(self.usage) + b"\n\n" + closing
-        yield closing
 
     async def whole(self) -> dict[str, Any]:
         """The reply that is not streamed. Raises ApiError; the session is settled either way."""
@@ -332,17 +324,19 @@ class Turn:
             self.facts.read(reply.pop("sglext", None) or {})
             assembly = Assembly.of_choice(reply["choices"][0])
         except (UpstreamError, orjson.JSONDecodeError) as error:
-            if not self.aborted:
-                self._s.registry.failed(self._worker)
-                self._s.metrics.upstream_errors.labels(self._worker.id, "broken_reply").inc()
-            raise ApiError(
-                502, "worker_lost", "The worker went away in the middle of the reply; send the turn again."
-            ) from error
+            if self.aborted:
+                raise ClientGone from error
+            raise self._lost("broken_reply") from error
         finally:
             await self._settle(assembly)
         reply["usage"] = usage_of(reply.get("usage") or {}, self)
-        self.usage = reply
         return dict(reply)
+
+    def _lost(self, kind: str) -> ApiError:
+        assert self._worker is not None
+        self._s.registry.failed(self._worker)
+        self._s.metrics.upstream_errors.labels(self._worker.id, kind).inc()
+        return ApiError(502, "worker_lost", "The worker went away in the middle of the reply; send the turn again.")
 
     # ---- end ----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ def _own(code: str, text: str) -> ApiError:
         return ApiError(409, "session_busy", text, headers={"x-should-retry": "false", "retry-after": "1"})
     if code == "stale_epoch":
         return ApiError(409, "session_conflict", text, headers={"x-should-retry": "false"})
+    if code == "no_room":
+        return ApiError(503, "worker_overloaded", text, headers={"retry-after": "2"})
     if code == "budget":
         return bad_request(text, param="x-agentkv-budget", code="invalid_budget")
     return bad_request(text)

@@ -44,14 +44,17 @@ def play(stack: Stack) -> None:
 
 @pytest.mark.parametrize("session", ["", "loop-1"])
 @pytest.mark.parametrize("mode", ["streamed", "whole"])
-@pytest.mark.parametrize("script", ["openai_loop.py", "langchain_loop.py"])
+@pytest.mark.parametrize("script", ["openai_loop.py", "langchain_loop.py", "anthropic_loop.py"])
 def test_a_tool_loop_resumes_every_turn(stack: Stack, script: str, mode: str, session: str) -> None:
     play(stack)
     told = run(script, stack, mode, session)
     assert told["final"] == "It is sunny."
-    if script.startswith("openai"):
+    if "states" in told:
         assert [state for state, *_ in told["states"]] == ["new", *["resumed"] * 4]
     requests = stack.engine.requests
+    if "counted" in told:
+        assert told["counted"] == len(requests[0]["input_ids"])
+        assert told["kinds"] == [["thinking", "tool_use"]] * 4 + [["thinking", "text"]]
     assert len(requests) == 5
     # The engine's word: one session, each turn on top of the tokens of the one before.
     assert len(stack.engine.sessions) == 1
