@@ -48,6 +48,7 @@ def interpreter(device: torch.device) -> Iterator[None]:
         for info in pkgutil.iter_modules(kernels.__path__):
             if info.ispkg and importlib.util.find_spec(f"{kernels.__name__}.{info.name}.kernel"):
                 importlib.import_module(f"{kernels.__name__}.{info.name}.kernel")
+        importlib.import_module("agentkv_serve.check.attention")
         patch.delenv("TRITON_INTERPRET")
         yield
 
