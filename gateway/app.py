@@ -13,10 +13,14 @@ from starlette.routing import Route
 from agentkv_serve import __version__
 from agentkv_serve.gateway.edge import Edge, api_error, client_gone, http_error
 from agentkv_serve.gateway.errors import ApiError
+from agentkv_serve.gateway.routes import admin
 from agentkv_serve.gateway.routes.chat import chat_completions
+from agentkv_serve.gateway.routes.completions import completions, embeddings
 from agentkv_serve.gateway.routes.health import healthz, metrics, readyz
 from agentkv_serve.gateway.routes.messages import count_tokens, messages
 from agentkv_serve.gateway.routes.models import get_model, list_models
+from agentkv_serve.gateway.routes.responses import create_response, one_response
+from agentkv_serve.gateway.routes.sessions import list_sessions, one_session, release_session
 from agentkv_serve.gateway.runtime import Runtime
 from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.settings import Settings
@@ -46,6 +50,19 @@ def create_app(settings: Settings) -> FastAPI:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}", one_response, methods=["GET", "DELETE"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+        Route("/v1/agentkv/sessions", list_sessions, methods=["GET"]),
+        Route("/v1/agentkv/sessions/{session_id:path}/release", release_session, methods=["POST"]),
+        Route("/v1/agentkv/sessions/{session_id:path}", one_session, methods=["GET", "DELETE"]),
+        Route("/admin/workers", admin.workers, methods=["GET", "POST"]),
+        Route("/admin/workers/{worker_id}", admin.one_worker, methods=["GET", "DELETE"]),
+        Route("/admin/workers/{worker_id}/drain", admin.drain, methods=["POST"]),
+        Route("/admin/workers/{worker_id}/undrain", admin.drain, methods=["POST"]),
+        Route("/admin/workers/{worker_id}/sessions", admin.worker_sessions, methods=["GET"]),
+        Route("/admin/config", admin.configuration, methods=["GET"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/healthz", healthz, methods=["GET"]),

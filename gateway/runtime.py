@@ -10,12 +10,14 @@ from typing import cast
 from starlette.requests import Request
 
 from agentkv_serve.gateway.auth import Authenticator
+from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.metrics import Metrics
 from agentkv_serve.gateway.routing.registry import Registry
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.sessions.identity import Keys
 from agentkv_serve.gateway.sessions.memory import MemoryStore
 from agentkv_serve.gateway.sessions.rendering import Renderer
+from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.plan import Planner
 from agentkv_serve.gateway.turns.turn import Services
@@ -56,14 +58,25 @@ class Runtime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.close()
 
+    async def end_session(self, session: Session) -> None:
+        """Forget a session, stop its running turn, and release its state in the engine."""
+        await self.store.delete(session.key)
+        turn = self.services.running.get(session.key)
+        if turn:
+            await turn.abort(ApiError(409, "session_ended", "The session was ended while this turn ran."))
+        await self._close(session)
+
+    async def _close(self, session: Session) -> None:
+        worker = self.registry.get(session.worker)
+        if worker:
+            key = self.keys.engine(session.key, session.incarnation)
+            await self.client.close_session(worker, key)
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for session in await self.store.sweep():
-                worker = self.registry.get(session.worker)
-                if worker:
-                    key = self.keys.engine(session.key, session.incarnation)
-                    await self.client.close_session(worker, key)
+                await self._close(session)
 
 
 def runtime_of(request: Request) -> Runtime:

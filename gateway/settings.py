@@ -129,6 +129,7 @@ class Settings(BaseSettings):
     workers: tuple[WorkerSettings, ...] = ()
     worker_key: SecretStr | None = None
     api_key: SecretStr | None = None
+    admin_key: SecretStr | None = None
     api_keys: tuple[KeySettings, ...] = ()
     tenants: dict[str, TenantSettings] = {}
     secret: SecretStr | None = None

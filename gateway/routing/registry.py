@@ -58,9 +58,10 @@ class Registry:
 
     async def check(self) -> None:
         """Check every worker once."""
-        await asyncio.gather(*(self._check(worker) for worker in list(self)))
+        await asyncio.gather(*(self.check_one(worker) for worker in list(self)))
 
-    async def _check(self, worker: Worker) -> None:
+    async def check_one(self, worker: Worker) -> None:
+        """Check one worker."""
         if not await self._client.healthy(worker):
             self.failed(worker)
             return

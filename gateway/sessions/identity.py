@@ -93,6 +93,10 @@ class Keys:
         """The engine's key of one life of a session."""
         return self._mac(b"engine", key, incarnation)
 
+    def response(self, tenant: str, response_id: str) -> str:
+        """The store's key of a kept response."""
+        return self._mac(b"response", tenant, response_id)
+
     def cache_salt(self, tenant: str) -> str:
         """The salt that keeps tenants apart in the engine's prefix cache."""
         return self._mac(b"salt", tenant)
@@ -100,7 +104,7 @@ class Keys:
     def _mac(self, purpose: bytes, *parts: str) -> str:
         mac = hmac.new(self._secret, purpose, "sha256")
         for part in parts:
-            data = part.encode()
+            data = part.encode("utf-8", "surrogatepass")
             mac.update(len(data).to_bytes(4, "big"))
             mac.update(data)
         return mac.hexdigest()

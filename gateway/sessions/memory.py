@@ -18,6 +18,8 @@ from agentkv_serve.gateway.sessions.store import (
     TooManySessions,
 )
 
+MAX_VALUE_BYTES = 256 << 20
+
 
 class MemoryStore:
     """A SessionStore of dictionaries; sessions stand in order of last use."""
@@ -31,6 +33,8 @@ class MemoryStore:
         self._index: dict[tuple[str, Mark], tuple[str, ...]] = {}
         self._resident: Counter[str] = Counter()
         self._per_tenant: Counter[str] = Counter()
+        self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._value_bytes = 0
 
     async def peek(self, key: str) -> tuple[Session | None, bool]:
         return self._sessions.get(key), key in self._leases
@@ -112,9 +116,25 @@ class MemoryStore:
     async def resident(self) -> dict[str, int]:
         return dict(self._resident)
 
+    async def keep(self, key: str, value: bytes, ttl: float) -> None:
+        await self.discard(key)
+        self._values[key] = (self._clock() + ttl, value)
+        self._value_bytes += len(value)
+        while self._value_bytes > MAX_VALUE_BYTES:
+            await self.discard(next(iter(self._values)))
+
+    async def recall(self, key: str) -> bytes | None:
+        deadline, value = self._values.get(key, (0.0, b""))
+        return value if deadline > self._clock() else None
+
+    async def discard(self, key: str) -> None:
+        self._value_bytes -= len(self._values.pop(key, (0.0, b""))[1])
+
     async def sweep(self) -> list[Session]:
         gone = []
         horizon = self._clock() - self._ttl
+        for key in [k for k, (deadline, _) in self._values.items() if deadline <= self._clock()]:
+            await self.discard(key)
         for session in list(self._sessions.values()):
             if session.used > horizon:
                 break

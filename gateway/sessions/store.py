@@ -68,5 +68,14 @@ class SessionStore(Protocol):
     async def resident(self) -> dict[str, int]:
         """KV tokens that sessions hold, by worker id."""
 
+    async def keep(self, key: str, value: bytes, ttl: float) -> None:
+        """Keep a value for `ttl` seconds. Only the newest values are sure to be kept."""
+
+    async def recall(self, key: str) -> bytes | None:
+        """A kept value."""
+
+    async def discard(self, key: str) -> None:
+        """Forget a kept value."""
+
     async def sweep(self) -> list[Session]:
         """Forget sessions that were idle for too long; returns them so that workers can be told."""

@@ -33,6 +33,8 @@ from agentkv_serve.gateway.turns.request import ChatRequest
 
 # Tool-call ids that some models number per conversation ("functions.f:0") identify nobody.
 _UNIQUE_CALL = re.compile(r"[A-Za-z]*[_-]?[0-9a-fA-F-]{16,}")
+# Reasons to run without a session that a client cannot help: a session header is then no contradiction.
+_QUIETLY_ALONE = ("media", "raw_prompt")
 _RENDER_IN_THREAD = 16_384  # characters of new messages from which rendering leaves the event loop
 
 
@@ -104,7 +106,7 @@ class Planner:
         named = named_session(headers, request.body, self._settings.sessions.headers)
         plan = Plan(request, tenant, Kind.STATELESS, "none", "", context_length, controls)
         if request.alone:
-            if named and named.source == "header":
+            if named and named.source == "header" and request.alone not in _QUIETLY_ALONE:
                 raise bad_request(
                     f"{request.alone} cannot be used in a session: drop the session header or {request.alone}.",
                     param=request.alone,

@@ -9,7 +9,8 @@ from typing import Any
 from agentkv_serve.gateway.errors import bad_request
 from agentkv_serve.gateway.sessions.meaning import text_of
 from agentkv_serve.gateway.settings import LimitSettings
-from agentkv_serve.gateway.upstream.bodies import CLIENT_FIELDS, REFUSED_FIELDS
+from agentkv_serve.gateway.upstream.bodies import CLIENT_FIELDS, COMPLETION_FIELDS, REFUSED_FIELDS
+from agentkv_serve.gateway.upstream.client import CHAT, COMPLETIONS
 
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _FLAGS = (
@@ -29,7 +30,8 @@ _FLAGS = (
 class ChatRequest:
     """What the gateway knows of a chat completion request. `sampling` goes to the engine as it is.
 
-    `alone` says why the request cannot be a turn of a session, or is "".
+    `alone` says why the request cannot be a turn of a session, or is "". `path` is the engine's endpoint; `payload`
+    stands in for `messages` where the client sent no chat.
     """
 
     model: str
@@ -42,10 +44,61 @@ class ChatRequest:
     max_tokens: int | None = None
     alone: str = ""
     body: Mapping[str, Any] = field(default_factory=dict)
+    path: str = CHAT
+    payload: dict[str, Any] = field(default_factory=dict)
 
 
 def read_chat(body: Any, limits: LimitSettings) -> ChatRequest:
     """Check a request body. Raises 400 that names the field; what only the engine can judge is left to it."""
+    body = _checked(body)
+    sampling = {k: v for k, v in body.items() if k in CLIENT_FIELDS and v is not None}
+    return ChatRequest(
+        model=_model(body),
+        messages=_messages(body.get("messages"), limits),
+        tools=_tools(body.get("tools"), limits),
+        template_kwargs=_template_kwargs(body),
+        sampling=sampling,
+        stream=bool(body.get("stream")),
+        include_usage=_include_usage(body),
+        max_tokens=_max_tokens(body),
+        alone=_alone(body),
+        body=body,
+    )
+
+
+def read_completion(body: Any) -> ChatRequest:
+    """Check the body of a text completion. Raw prompts have no turns, so they always run without a session."""
+    body = _checked(body)
+    prompt = body.get("prompt")
+    lists = isinstance(prompt, list) and bool(prompt)
+    if not isinstance(prompt, str) and not lists:
+        raise bad_request("prompt must be a text, token ids, or a list of such prompts.", param="prompt")
+    best_of = body.get("best_of")
+    reasons = (
+        ("n", _several(body)),
+        ("best_of", best_of not in (None, 1)),
+        ("beam_search", bool(body.get("use_beam_search"))),
+        ("echo", bool(body.get("echo"))),
+        ("prompt_list", lists),
+        ("raw_prompt", True),
+    )
+    return ChatRequest(
+        model=_model(body),
+        messages=[],
+        tools=[],
+        template_kwargs={},
+        sampling={k: v for k, v in body.items() if k in COMPLETION_FIELDS and v is not None},
+        stream=bool(body.get("stream")),
+        include_usage=_include_usage(body),
+        max_tokens=_max_tokens(body),
+        alone=next(reason for reason, holds in reasons if holds),
+        body=body,
+        path=COMPLETIONS,
+        payload={"prompt": prompt},
+    )
+
+
+def _checked(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise bad_request("The body must be a JSON object.")
     refused = sorted(REFUSED_FIELDS & {name for name, value in body.items() if value is not None})
@@ -54,24 +107,18 @@ def read_chat(body: Any, limits: LimitSettings) -> ChatRequest:
             f"The field {refused[0]!r} is not open to clients.", param=refused[0], code="field_not_allowed"
         )
     for name in _FLAGS:
+        if name == "logprobs" and "prompt" in body:
+            continue
         if not isinstance(body.get(name), bool | None):
             raise bad_request(f"{name} must be true or false.", param=name)
-    sampling = {k: v for k, v in body.items() if k in CLIENT_FIELDS and v is not None}
+    return body
+
+
+def _include_usage(body: Mapping[str, Any]) -> bool:
     options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
+    if not isinstance(options, dict | None):
         raise bad_request("stream_options must be an object.", param="stream_options")
-    return ChatRequest(
-        model=_model(body),
-        messages=_messages(body.get("messages"), limits),
-        tools=_tools(body.get("tools"), limits),
-        template_kwargs=_template_kwargs(body),
-        sampling=sampling,
-        stream=bool(body.get("stream")),
-        include_usage=bool((options or {}).get("include_usage")),
-        max_tokens=_max_tokens(body),
-        alone=_alone(body),
-        body=body,
-    )
+    return bool((options or {}).get("include_usage"))
 
 
 def _model(body: Mapping[str, Any]) -> str:
@@ -169,12 +216,18 @@ def _max_tokens(body: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def _alone(body: Mapping[str, Any]) -> str:
+def _several(body: Mapping[str, Any]) -> bool:
     n = body.get("n")
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 128):
         raise bad_request("n must be an integer from 1 to 128.", param="n")
-    if n is not None and n > 1:
+    return n is not None and n > 1
+
+
+def _alone(body: Mapping[str, Any]) -> str:
+    if _several(body):
         return "n"
+    if body.get("use_beam_search"):
+        return "beam_search"
     if body.get("continue_final_message"):
         return "continue_final_message"
     # The ledger holds text tokens; what stands for an image is made inside the engine.

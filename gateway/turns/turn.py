@@ -63,6 +63,7 @@ class Services:
         self.renderer = renderer
         self.keys = keys
         self.metrics = metrics
+        self.running: dict[str, Turn] = {}
 
 
 class Turn:
@@ -90,6 +91,8 @@ class Turn:
         self._settled = False
         self._dispatched = False
         self._started = time.monotonic()
+        if plan.lease:
+            services.running[plan.lease.session.key] = self
 
     # ---- dispatch -----------------------------------------------------------------------------------------
 
@@ -134,7 +137,7 @@ class Turn:
             assert self._worker is not None
             worker = self._worker
             if self.aborted:
-                raise ClientGone
+                raise self.failure or ClientGone
             try:
                 reply = await self._send(worker)
                 if reply.status == 200:
@@ -143,7 +146,7 @@ class Turn:
                 body = await reply.read()
             except UpstreamError as error:
                 if self.aborted:
-                    raise ClientGone from error
+                    raise self.failure or ClientGone from error
                 self._s.registry.failed(worker, gone=not error.sent)
                 self._s.metrics.upstream_errors.labels(worker.id, "unreachable").inc()
                 if error.sent:
@@ -177,7 +180,9 @@ class Turn:
     async def _send(self, worker: Worker) -> Reply:
         self._rid = secrets.token_hex(16)
         self._dispatched = True
-        task = asyncio.create_task(self._s.client.generate(worker, self._body(), headers=FRAMED))
+        task = asyncio.create_task(
+            self._s.client.generate(worker, self._body(), path=self.plan.request.path, headers=FRAMED)
+        )
         self._dispatching = task
         try:
             return await asyncio.shield(task)
@@ -196,7 +201,7 @@ class Turn:
             return stateless_body(
                 request.sampling,
                 model=request.model,
-                messages=request.messages,
+                prompt=request.payload or {"messages": request.messages},
                 stream=request.stream,
                 rid=self._rid,
                 salt=salt,
@@ -325,10 +330,12 @@ class Turn:
             assembly = Assembly.of_choice(reply["choices"][0])
         except (UpstreamError, orjson.JSONDecodeError) as error:
             if self.aborted:
-                raise ClientGone from error
+                raise self.failure or ClientGone from error
             raise self._lost("broken_reply") from error
         finally:
             await self._settle(assembly)
+        if self.failure is not None:
+            raise self.failure
         reply["usage"] = usage_of(reply.get("usage") or {}, self)
         return dict(reply)
 
@@ -340,11 +347,12 @@ class Turn:
 
     # ---- end ----------------------------------------------------------------------------------------------
 
-    async def abort(self) -> None:
-        """Stop the turn upstream, unless it has reached its end already. Returns when the turn has settled."""
+    async def abort(self, failure: ApiError | None = None) -> None:
+        """Stop the turn upstream, unless it has reached its end already. Returns when the turn has settled.
+        `failure` is what the client is told, if it is still there."""
         if self.aborted or self._settled or self._finishing:
             return
-        self.aborted = True
+        self.aborted, self.failure = True, failure
         asyncio.get_running_loop().call_later(self._s.settings.upstream.abort, self._cut)
         while not self._settled:
             # Said again until the end: the first may overtake the request that it is meant for.
@@ -372,6 +380,8 @@ class Turn:
             return
         self._settled = True
         worker = self._worker
+        if self.plan.lease and self._s.running.get(self.plan.lease.session.key) is self:
+            del self._s.running[self.plan.lease.session.key]
         try:
             if self.plan.lease:
                 await self._settle_session(self.plan, worker, assembly)

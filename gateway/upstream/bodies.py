@@ -19,6 +19,9 @@ CLIENT_FIELDS = frozenset(
         *("separate_reasoning", "stream_reasoning"),
     )
 )
+COMPLETION_FIELDS = CLIENT_FIELDS - {"tools", "tool_choice", "parallel_tool_calls"} | {
+    *("best_of", "echo", "suffix", "json_schema")
+}
 # Fields that steer the engine itself. Dropping these silently would change what the client asked for.
 REFUSED_FIELDS = frozenset(
     (
@@ -60,13 +63,14 @@ def stateless_body(
     sampling: Mapping[str, Any],
     *,
     model: str,
-    messages: Sequence[Mapping[str, Any]],
+    prompt: Mapping[str, Any],
     stream: bool,
     rid: str,
     salt: str,
 ) -> bytes:
-    """The body of a request without a session: SGLang renders the client's messages itself."""
-    body = {**sampling, "model": model, "messages": messages, "return_cached_tokens_details": True}
+    """The body of a request without a session. `prompt` holds the client's `messages` or `prompt`: SGLang renders
+    and tokenises them itself."""
+    body = {**sampling, **prompt, "model": model, "return_cached_tokens_details": True}
     return _finish(body, stream, rid, salt)
 
 

@@ -84,6 +84,7 @@ class FakeEngine:
                 Route("/v1/models", self._models),
                 Route("/server_info", self._info),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completion, methods=["POST"]),
                 Route("/abort_request", self._abort, methods=["POST"]),
                 Route("/close_session", self._close, methods=["POST"]),
             ]
@@ -161,6 +162,22 @@ class FakeEngine:
             return JSONResponse(self._reply(body, answer, aborted))
         finally:
             self._end(body)
+
+    async def _completion(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+        count = len(prompts) * (body.get("n") or 1)
+        base = {"id": body["rid"], "object": "text_completion", "created": 1, "model": self.model}
+        usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": None}
+        choices = [{"index": i, "text": "ok", "logprobs": None, "finish_reason": "stop"} for i in range(count)]
+        sglext = {"cached_tokens_details": {"device": 3, "host": 0}}
+        if not body.get("stream"):
+            return JSONResponse({**base, "choices": choices, "usage": usage, "sglext": sglext})
+        frames = [{**base, "choices": choices}, {**base, "choices": [], "sglext": sglext}]
+        frames.append({**base, "choices": [], "usage": usage})
+        data = [json.dumps(f, separators=(",", ":")) for f in frames] + ["[DONE]"]
+        return Response("".join(f"data: {d}\n\n" for d in data), media_type="text/event-stream")
 
     # ---- rules --------------------------------------------------------------------------------------------
 

@@ -42,12 +42,23 @@ def play(stack: Stack) -> None:
     stack.engine.script = script
 
 
-@pytest.mark.parametrize("session", ["", "loop-1"])
-@pytest.mark.parametrize("mode", ["streamed", "whole"])
-@pytest.mark.parametrize("script", ["openai_loop.py", "langchain_loop.py", "anthropic_loop.py"])
-def test_a_tool_loop_resumes_every_turn(stack: Stack, script: str, mode: str, session: str) -> None:
+LOOPS = [
+    (script, mode, way)
+    for script, ways in (
+        ("openai_loop.py", ("", "loop-1")),
+        ("langchain_loop.py", ("", "loop-1")),
+        ("anthropic_loop.py", ("", "loop-1")),
+        ("responses_loop.py", ("ids", "items")),
+    )
+    for mode in ("streamed", "whole")
+    for way in ways
+]
+
+
+@pytest.mark.parametrize(("script", "mode", "way"), LOOPS)
+def test_a_tool_loop_resumes_every_turn(stack: Stack, script: str, mode: str, way: str) -> None:
     play(stack)
-    told = run(script, stack, mode, session)
+    told = run(script, stack, mode, way)
     assert told["final"] == "It is sunny."
     if "states" in told:
         assert [state for state, *_ in told["states"]] == ["new", *["resumed"] * 4]
@@ -55,6 +66,9 @@ def test_a_tool_loop_resumes_every_turn(stack: Stack, script: str, mode: str, se
     if "counted" in told:
         assert told["counted"] == len(requests[0]["input_ids"])
         assert told["kinds"] == [["thinking", "tool_use"]] * 4 + [["thinking", "text"]]
+    if "items" in told:
+        assert told["same"]
+        assert told["items"] == [["reasoning", "function_call"]] * 4 + [["reasoning", "message"]]
     assert len(requests) == 5
     # The engine's word: one session, each turn on top of the tokens of the one before.
     assert len(stack.engine.sessions) == 1
