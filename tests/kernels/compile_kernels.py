@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from agentkv_serve.check.attention import decode_attention
 from agentkv_serve.kernels import (
     capture,
     compact,
@@ -78,6 +79,14 @@ POOLS = (
 )
 
 
+def attention() -> None:
+    """The decode attention of the stand-alone check."""
+    for hq, hkv, dim in ((32, 8, 128), (4, 2, 32), (4, 4, 256)):
+        queries, pool = torch.zeros(2, hq, dim).bfloat16(), torch.zeros(300, hkv, dim).bfloat16()
+        indptr, indices = torch.tensor([0, 100, 256]), torch.arange(256, dtype=torch.int32)
+        decode_attention(queries, pool, pool, indptr, indices, splits=4, backend="triton")
+
+
 def main(capability: int, kinds: int) -> None:
     driver.set_active(NoDevice(capability))
     run = JITFunction.run
@@ -92,6 +101,7 @@ def main(capability: int, kinds: int) -> None:
     JITFunction.run = compile_only
     for dtype, hkv, group, dim in POOLS[:kinds]:
         launches(dtype, hkv, group, dim)
+    attention()
     select.top_keep(torch.zeros(2, 3, 4096), 512, torch.zeros(4096, dtype=torch.bool), backend="triton")
     rows = torch.zeros(4, dtype=torch.int64)
     table = torch.zeros(9, 64, dtype=torch.int32)

@@ -62,6 +62,21 @@ def fresh(device: torch.device) -> torch.Generator:
 
 
 @pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory is NaN, or far out of range: what a kernel leaves unwritten cannot pass for a result."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def create(*args: object, **kwargs: object) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+        return create
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+@pytest.fixture
 def close() -> Callable[[torch.Tensor, torch.Tensor, float], None]:
     """Compare by relative root-mean-square error, and refuse NaN and infinities."""
 

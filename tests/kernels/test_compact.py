@@ -5,6 +5,8 @@ import torch
 
 from agentkv_serve.kernels.compact import gather_write
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.float8_e4m3fn]
 
 

@@ -17,6 +17,7 @@ SCRIPT = str(Path(__file__).with_name("compile_kernels.py"))
 KERNELS = {
     "_lse_kernel", "_mass_kernel", "_finish_kernel", "_select_kernel", "_shift_kernel", "_copy_kernel", "_write_kernel",
     "_step_kernel", "_fill_kernel", "_last_kernel", "_sum_kernel", "_mean_kernel", "_best_kernel", "_logits_kernel",
+    "_attention_kernel",
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from agentkv_serve.kernels.capture import write
 from agentkv_serve.kernels.phase_step import step
 from agentkv_serve.kernels.window_indices import window_indices
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from agentkv_serve.kernels.select import top_keep
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 INF, NAN = float("inf"), float("nan")
 
 
