@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from agentkv_serve.children import Child, free_port, port_is_free, uninterrupted
+from agentkv_serve.parsers import parser_flags
 
 PORT = 8000
 AGENTKV = (sys.executable, "-m", "agentkv_serve")
@@ -85,7 +86,7 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         for i, engine_port in enumerate(engine_ports):
             name = "engine" if settings.workers == 1 else f"engine {i}"
             command = [*AGENTKV, "engine", "--model-path", str(settings.model), "--port", str(engine_port)]
-            command += ["--api-key", key, *settings.engine_flags]
+            command += ["--api-key", key, *parser_flags(settings.model, settings.engine_flags), *settings.engine_flags]
             children.append(Child(name, command, logs / f"engine-{i}.log", os.environ))
         for engine, url in zip(children, engine_urls, strict=True):
             _await_healthy(engine, f"{url}/health", key, deadline, report)

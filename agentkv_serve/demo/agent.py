@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import OpenAI
-from openai.types.chat import ChatCompletion
 
 from agentkv_serve.demo.recording import Call, Recording
 from agentkv_serve.demo.tools import Airline, Tool, run_tool, schema
@@ -29,7 +29,7 @@ def converse(base_url: str, model: str, recording: Recording, budget: str, turns
     steps = recording.steps[:turns]
     for number, step in enumerate(steps, 1):
         last = {"X-AgentKV-Session-Final": "true"} if number == len(steps) else {}
-        reply, decode_tok_s = _ask(
+        reply = _ask(
             client,
             model=model,
             messages=messages,
@@ -38,18 +38,16 @@ def converse(base_url: str, model: str, recording: Recording, budget: str, turns
             max_tokens=MAX_TOKENS,
             extra_headers=last,
         )
-        message = reply.choices[0].message
-        messages.append(message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True))
-        calls = [(c.id, c.function) for c in message.tool_calls or [] if c.type == "function"]
-        for call_id, call in calls:
-            result = run_tool(tools, call.name, call.arguments)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
-        missed = missed_calls(step, [(call.name, loads(call.arguments)) for _, call in calls])
+        messages.append(reply.message())
+        calls = list(reply.calls.values())
+        for call in calls:
+            result = run_tool(tools, call["name"], call["arguments"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        missed = missed_calls(step, [(call["name"], loads(call["arguments"])) for call in calls])
         messages += replay(missed, tools)
         if step.user is not None:
             messages.append({"role": "user", "content": step.user})
-        usage = reply.usage.model_dump() if reply.usage else {}
-        yield facts(usage, decode_tok_s) | {"did": describe(step, len(calls), missed)}
+        yield facts(reply.usage, reply.decode_tok_s) | {"did": describe(step, len(calls), missed)}
 
 
 def replay(calls: list[Call], tools: list[Tool]) -> list[dict[str, Any]]:
@@ -72,14 +70,39 @@ def loads(arguments: str) -> Any:
         return None
 
 
-def _ask(client: OpenAI, **request: Any) -> tuple[ChatCompletion, float | None]:
-    """Streams one completion; returns it whole, with the decode speed seen between its chunks."""
-    arrivals: list[float] = []
-    with client.chat.completions.stream(stream_options={"include_usage": True}, **request) as stream:
-        for event in stream:
-            if event.type == "chunk" and event.chunk.choices:
-                arrivals.append(time.perf_counter())
-        reply = stream.get_final_completion()
-    tokens = (reply.usage.completion_tokens if reply.usage else 0) - 1
-    seconds = arrivals[-1] - arrivals[0] if arrivals else 0.0
-    return reply, tokens / seconds if tokens > 0 and seconds > 0 else None
+@dataclass
+class Reply:
+    """One streamed completion, put together. `decode_tok_s` is the speed seen between its chunks."""
+
+    content: str = ""
+    calls: dict[int, dict[str, str]] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    decode_tok_s: float | None = None
+
+    def message(self) -> dict[str, Any]:
+        """The assistant message to send back in the next request."""
+        calls = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in self.calls.values()
+        ]
+        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+
+
+def _ask(client: OpenAI, **request: Any) -> Reply:
+    reply, arrivals = Reply(), []
+    for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **request):
+        if chunk.usage:
+            reply.usage = chunk.usage.model_dump()
+        for choice in chunk.choices:
+            arrivals.append(time.perf_counter())
+            reply.content += choice.delta.content or ""
+            for part in choice.delta.tool_calls or []:
+                call = reply.calls.setdefault(part.index, {"id": "", "name": "", "arguments": ""})
+                call["id"] += part.id or ""
+                if part.function:
+                    call["name"] += part.function.name or ""
+                    call["arguments"] += part.function.arguments or ""
+    tokens = reply.usage.get("completion_tokens", 0) - 1
+    if tokens > 0 and arrivals[-1] > arrivals[0]:
+        reply.decode_tok_s = tokens / (arrivals[-1] - arrivals[0])
+    return reply
