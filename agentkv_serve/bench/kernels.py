@@ -1,9 +1,10 @@
 """`agentkv bench kernels`: every kernel on the shapes of real models: time, bytes, share of the device's copy
 bandwidth.
 
-The floor of a kernel is the bytes that it must move over the bandwidth. Without a GPU there is nothing to
-time: the kernels are checked against their references in Triton's interpreter, and the floors are printed for
-a few GPUs by data sheet.
+The floor of a kernel is the bytes that it must move over the bandwidth; beside it stands the time that its
+multiplications take at the device's matrix rate, since `score` comes close to it where many heads share a KV head.
+Without a GPU there is nothing to time: the kernels are checked against their references in Triton's interpreter, and
+the floors are printed for a few GPUs by data sheet.
 """
 
 from __future__ import annotations
@@ -25,8 +26,23 @@ CONTEXTS = (4_096, 32_768, 131_072)
 BUDGETS = (1_024, 4_096, 8_192)
 QUERIES = 32
 ROWS = 64  # requests in a decode step
-# Memory bandwidth in bytes per second, from the makers' data sheets.
-DATA_SHEET = {"H200": 4.8e12, "H100 SXM": 3.35e12, "A100 80GB": 2.04e12, "RTX A6000": 0.768e12}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do: bytes per second, and dense bfloat16 operations per second."""
+
+    bandwidth: float
+    matrix: float
+
+
+# From the makers' data sheets.
+DATA_SHEET = {
+    "H200": Rates(4.8e12, 989e12),
+    "H100 SXM": Rates(3.35e12, 989e12),
+    "A100 80GB": Rates(2.04e12, 312e12),
+    "RTX A6000": Rates(0.768e12, 155e12),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,9 @@ class Line:
     context: int
     budget: int | None
     bytes: int
+    operations: int
     floor_ms: dict[str, float]
+    matrix_ms: dict[str, float]
     time_ms: float | None = None
     gb_per_s: float | None = None
     share: float | None = None
@@ -88,12 +106,14 @@ def kernels(
 
     on_gpu = device.type == "cuda"
     result: dict[str, Any] = {"machine": machine(), "mode": "measured on the GPU" if on_gpu else NO_GPU}
-    bandwidths = DATA_SHEET
+    devices = DATA_SHEET
     if on_gpu:
-        bandwidths = {"this GPU": copy_bandwidth(device)}
-        result["copy_bandwidth_gb_per_s"] = round(bandwidths["this GPU"] / 1e9, 1)
+        rates = Rates(copy_bandwidth(device), matrix_rate(device))
+        devices = {"this GPU": rates}
+        result["copy_bandwidth_gb_per_s"] = round(rates.bandwidth / 1e9, 1)
+        result["matrix_tflops"] = round(rates.matrix / 1e12, 1)
     result["correctness"] = correctness(device)
-    lines = [line for m in models for n in contexts for line in expected_lines(m, n, bandwidths)]
+    lines = [line for m in models for n in contexts for line in expected_lines(m, n, devices)]
     if on_gpu:
         for m in models:
             for n in contexts:
@@ -119,13 +139,17 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def expected_lines(model: Model, context: int, bandwidths: dict[str, float]) -> Iterator[Line]:
-    """One line per kernel, with the bytes that it must move and its floor."""
+def expected_lines(model: Model, context: int, devices: dict[str, Rates]) -> Iterator[Line]:
+    """One line per kernel, with the bytes that it must move, its multiplications and its floors."""
     heads = model.layers * model.kv_heads
+    # Two passes of one multiplication and one addition per query head, key and dimension.
+    products = 2 * 2 * model.layers * model.q_heads * QUERIES * context * model.dim
 
     def line(kernel: str, moved: int, budget: int | None = None) -> Line:
-        floors = {name: round(moved / rate * 1e3, 4) for name, rate in bandwidths.items()}
-        return Line(kernel, model.name, context, budget, moved, floors)
+        operations = products if kernel in ("score", "compression") else 0
+        floors = {name: moved / rates.bandwidth * 1e3 for name, rates in devices.items()}
+        matrix = {name: operations / rates.matrix * 1e3 for name, rates in devices.items()}
+        return Line(kernel, model.name, context, budget, moved, operations, floors, matrix)
 
     # Keys twice (two passes), the mass written, read and written again by the max-pool.
     score = heads * context * (2 * model.row + 3 * 4)
@@ -149,6 +173,15 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / (_time(lambda: target.copy_(source), device) / 1e3)
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Bfloat16 operations per second of a large matrix product."""
+    import torch
+
+    size = 8192
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / (_time(lambda: a @ b, device) / 1e3)
 
 
 def measure(lines: list[Line], model: Model, context: int, device: torch.device, reference: bool) -> None:
@@ -247,14 +280,16 @@ def print_table(result: dict[str, Any], lines: list[Line]) -> None:
     for check in failed:
         print(f"  FAILED {check['check']}, {check['shape']}: {check['result']} (limit {check['limit']})")
     names = list(lines[0].floor_ms)
-    head = ["kernel", "model", "context", "budget", "MB", *(f"floor ms, {name}" for name in names)]
+    head = ["kernel", "model", "context", "budget", "MB", *(f"floor ms (matrix), {name}" for name in names)]
     if lines[0].time_ms is not None:
-        print(f"measured copy bandwidth {result['copy_bandwidth_gb_per_s']} GB/s")
+        print(
+            f"measured: copy {result['copy_bandwidth_gb_per_s']} GB/s, matrix product {result['matrix_tflops']} TFLOP/s"
+        )
         head += ["ms", "GB/s", "share", "torch ms"]
     cells = [head]
     for line in lines:
         cell = [line.kernel, line.model, str(line.context), str(line.budget or ""), f"{line.bytes / 1e6:.2f}"]
-        cell += [f"{line.floor_ms[name]:.4f}" for name in names]
+        cell += [_floor(line.floor_ms[name], line.matrix_ms[name]) for name in names]
         if len(head) > len(cell):
             measured = (line.time_ms, line.gb_per_s, line.share, line.torch_ms)
             cell += ["-" if value is None else f"{value:g}" for value in measured]
@@ -262,3 +297,7 @@ def print_table(result: dict[str, Any], lines: list[Line]) -> None:
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     for row in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _floor(memory: float, matrix: float) -> str:
+    return f"{memory:.3g} ({matrix:.3g})" if matrix else f"{memory:.3g}"
