@@ -10,7 +10,7 @@ from typing import Any
 
 from agentkv_serve.engine import reclaim
 from agentkv_serve.engine.runtime import Runtime
-from agentkv_serve.engine.turn import Turn
+from agentkv_serve.engine.turn import Turn, turn_of
 from agentkv_serve.engine.wire import WireError
 
 
@@ -36,11 +36,21 @@ def held_tokens(runtime: Runtime, req: Any) -> int:
     return int(kv.kv_committed_len) - runtime.start_of(kv) if kv.holds_kv else 0
 
 
-def can_start(runtime: Runtime, turn: Turn) -> bool:
-    """Whether a session slot can be had for a turn that will be compressed."""
+def can_start(runtime: Runtime, turn: Turn, admitted: list[Any]) -> bool:
+    """Whether a session slot can be had for a turn that will be compressed.
+
+    Args:
+        admitted: requests that were admitted in the same pass; they take their slots only when they run.
+    """
+    if not _needs_session_slot(runtime, turn):
+        return True
+    promised = sum(_needs_session_slot(runtime, other) for req in admitted if (other := turn_of(req)) is not None)
+    return promised < reclaim.session_slots(runtime)
+
+
+def _needs_session_slot(runtime: Runtime, turn: Turn) -> bool:
     record = runtime.sessions.get(turn.spec.session)
-    bound = record is not None and record.kv is not None
-    return not turn.compresses or bound or reclaim.can_take_session_slot(runtime)
+    return turn.compresses and (record is None or record.kv is None)
 
 
 def refuse_oversized(runtime: Runtime, turn: Turn | None, prompt_len: int, limit: int) -> None:

@@ -172,7 +172,7 @@ def around_add_one_req(original: Any, adder: Any, req: Any, *args: Any, **kwargs
     """A turn that needs a session slot waits until one can be had."""
     runtime = runtime_module.current()
     turn = turn_of(req)
-    if runtime is not None and turn is not None and not admission.can_start(runtime, turn):
+    if runtime is not None and turn is not None and not admission.can_start(runtime, turn, adder.can_run_list):
         return AddReqResult.NO_TOKEN
     return original(adder, req, *args, **kwargs)
 

@@ -66,12 +66,10 @@ def take_session_slot(runtime: Runtime) -> int | None:
     return runtime.slots.take()
 
 
-def can_take_session_slot(runtime: Runtime) -> bool:
-    """Whether `take_session_slot` would give one."""
-    if runtime.slots.free:
-        return True
+def session_slots(runtime: Runtime) -> int:
+    """Session slots that can be had: the free ones, and those of idle sessions."""
     records = (runtime.sessions.get(session.session_id) for session in idle_sessions(runtime))
-    return any(record is not None and record.kv is not None for record in records)
+    return runtime.slots.free + sum(record is not None and record.kv is not None for record in records)
 
 
 def _evict(runtime: Runtime, session: Any) -> None:
