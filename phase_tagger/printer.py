@@ -72,8 +72,7 @@ class Printer:
         self.add_generation_prompt = add_generation_prompt
         self.now = now or datetime.now()
         calls = [call for message in conversation.messages for call in message.calls]
-        self._names = {call.id: call.name.text for call in calls}
-        self._short_ids = {identity: f"call{number:05d}" for number, identity in enumerate(self._names)}
+        self._short_ids = {call.id: f"call{number:05d}" for number, call in enumerate(calls)}
         self._parts = _wants_parts(template.source)
 
     def print(self) -> Printed:
@@ -158,8 +157,7 @@ class Printer:
             printed["tool_calls"] = list(self._calls(message, variant, write, everything))
         if message.role == "tool":
             printed["tool_call_id"] = self._id(message.call_id, variant)
-            printed["name"] = message.name or self._names.get(message.call_id or "", "")
-        elif message.name:
+        if message.name:
             printed["name"] = message.name
         return printed
 

@@ -18,12 +18,13 @@ MINIMAX_M2 = Family(
 )
 PHI4_MINI = Family(
     name="phi4-mini",
-    title="Phi-4-mini",
+    title="Phi-3, Phi-4-mini",
     act=(Block("<|tool_call|>", "<|/tool_call|>"), Block("functools[", None)),
     turn_end=("<|end|>", "<|endoftext|>"),
     turn_start=("<|system|>", "<|user|>", "<|assistant|>", "<|tool_response|>"),
     needs=("<|end|>", "<|user|>", "<|assistant|>"),
     hints=("<|end|>", "<|user|>"),
+    lacks=("<tool_calls>",),
 )
 LFM2 = Family(
     name="lfm2",

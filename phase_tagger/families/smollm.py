@@ -13,7 +13,7 @@ SMOLLM3 = Family(
     turn_end=(EOT, EOS),
     turn_start=CHATML_START,
     needs=("<|im_start|>", "<|im_end|>"),
-    hints=("xml_tools", "<think>"),
+    hints=("reasoning_mode", "SmolLM"),
     drift="C",
 )
 SMOLLM2 = Family(
