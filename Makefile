@@ -26,11 +26,11 @@ demo: setup
 
 test: setup lint
 	.venv/bin/agentkv model
-	.venv/bin/python -m pytest -m "not long"
+	.venv/bin/pytest -m "not long"
 
 test-long: setup
 	.venv/bin/agentkv model
-	.venv/bin/python -m pytest -m long
+	.venv/bin/pytest -m long
 
 # mypy does not know setuptools' package-dir: give it the import root as a tree of links.
 lint: setup

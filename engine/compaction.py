@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from agentkv_serve.engine import dump
 from agentkv_serve.engine.policies import Window, get_policy
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import KvState, SessionRecord
@@ -103,7 +102,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     state.start = new_start
     runtime.slots.start[kv.req_pool_idx] = new_start
     if runtime.config.dump_dir:
-        _dump(runtime, record, window, state.kept, length)
+        dump.compaction(runtime, record, window, length, start)
     logger.debug(
         "session %s: %d tokens, window %d -> %d, %.1f ms",
         record.key[:8],
@@ -158,19 +157,3 @@ def _stage(window: Window, kept: Tensor) -> list[Tensor]:
             rows = kept[layer].T[:, :, None].expand(-1, -1, buffer.shape[-1])
             staged.append(buffer[window.slots].gather(0, rows))
     return staged
-
-
-def _dump(runtime: Runtime, record: SessionRecord, window: Window, kept: Tensor, length: int) -> None:
-    folder = Path(runtime.config.dump_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    number = len(list(folder.glob("*.npz")))
-    state = record.kv
-    np.savez(
-        folder / f"{number:04d}-{record.key[:16]}.npz",
-        kept=kept.cpu().numpy(),
-        length=length,
-        start=state.start if state else 0,
-        queries=window.queries.float().cpu().numpy(),
-        valid=window.valid.cpu().numpy(),
-        key=record.key,
-    )

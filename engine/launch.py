@@ -38,7 +38,8 @@ def server_command(extra: list[str], model_path: Path, port: int, host: str, *, 
         takes_value = refusal.when is not bool
         if refusal.flag in given and not takes_value:
             raise typer.BadParameter(f"{refusal.flag} cannot be used with the AgentKV cache: {refusal.reason}")
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path)]
+    # -P: a `kernels` folder in the working directory must not shadow the package that SGLang imports.
+    command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(model_path)]
     command += ["--host", host, "--port", str(port)]
     for flag, value in {**REQUIRED, **(CPU_FLAGS if cpu else GPU_FLAGS)}.items():
         if flag not in given:
@@ -88,7 +89,7 @@ def engine(
     )
     command = server_command(context.args, model_path, port, host, cpu=cpu)
     os.environ[ENVIRONMENT] = config.dump()
-    typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[3:])}", err=True)
+    typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[4:])}", err=True)
     os.execv(command[0], command)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from agentkv_serve.engine import admission, facts, reclaim
+from agentkv_serve.engine import admission, dump, facts, reclaim
 from agentkv_serve.engine.capture import ExtendPiece, plan_extend
 from agentkv_serve.engine.compaction import NoRoomError, compress
 from agentkv_serve.engine.policies import get_policy
@@ -186,7 +186,7 @@ def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
 
 
 def _extend_piece(runtime: Runtime, req: Any, turn: Turn, prefix: int, count: int, offset: int) -> ExtendPiece | None:
-    state = _bind(runtime, req, turn) if turn.compresses else None
+    state = _bind(runtime, req, turn, prefix) if turn.compresses else None
     if turn.prefill is None:
         turn.prefill = len(turn.prompt) - prefix
         if turn.state == "resumed":
@@ -207,7 +207,7 @@ def _extend_piece(runtime: Runtime, req: Any, turn: Turn, prefix: int, count: in
     )
 
 
-def _bind(runtime: Runtime, req: Any, turn: Turn) -> KvState:
+def _bind(runtime: Runtime, req: Any, turn: Turn, prefix: int) -> KvState:
     """The session's KV state on the request's row; takes a session slot at the first turn that compresses."""
     record = runtime.sessions.get(turn.spec.session)
     if record is None:
@@ -218,7 +218,7 @@ def _bind(runtime: Runtime, req: Any, turn: Turn) -> KvState:
         slot = reclaim.take_session_slot(runtime)
         if slot is None:
             raise RuntimeError("no session slot is free, though admission counted one")
-        runtime.sessions.bind(record, KvState(row=row, slot=slot, policy=turn.policy.name))
+        runtime.sessions.bind(record, KvState(row=row, slot=slot, policy=turn.policy.name, uncaptured=prefix))
         slots.row_slot[row] = slot
     state = record.kv
     assert state is not None and state.row == row
@@ -266,6 +266,8 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
                 except NoRoomError:
                     reclaim.release(runtime, record.key, "evicted")
                     continue
+        if runtime.config.dump_dir:
+            dump.turn_end(runtime, record, int(slot.kv.kv_committed_len))
         turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
 
 

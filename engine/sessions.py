@@ -20,6 +20,7 @@ class KvState:
     row: int
     slot: int  # session slot of the rings
     policy: str
+    uncaptured: int = 0  # leading tokens whose queries were never seen: they came from the radix tree
     start: int = 0  # first valid position of the row: [start, L) is the window
     kept: Tensor | None = None  # [L, Hkv, K] int32 logical positions of the window's first K entries
 

@@ -1,0 +1,63 @@
+"""For tests: what a compression saw and kept, and what the query rings hold at turn end, as files of arrays.
+
+Written only when the launcher's environment has `AGENTKV_DUMP=DIR`; names sort in order of time. Rank 0 writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentkv_serve.engine.policies import get_policy
+
+if TYPE_CHECKING:
+    from agentkv_serve.engine.policies import Window
+    from agentkv_serve.engine.runtime import Runtime
+    from agentkv_serve.engine.sessions import SessionRecord
+
+
+def compaction(runtime: Runtime, record: SessionRecord, window: Window, length: int, old_start: int) -> None:
+    """One compression: kept logical positions [L, Hkv, K], window bounds, and the rings that were scored with."""
+    state = record.kv
+    assert state is not None and state.kept is not None
+    _write(
+        runtime,
+        record,
+        "",
+        length=length,
+        old_start=old_start,
+        start=state.start,
+        prefix=state.uncaptured,
+        kept=state.kept.cpu().numpy(),
+    )
+
+
+def turn_end(runtime: Runtime, record: SessionRecord, length: int) -> None:
+    """The rings of a session at the end of a turn."""
+    if record.kv is not None:
+        _write(runtime, record, "ring-", length=length)
+
+
+def _write(runtime: Runtime, record: SessionRecord, kind: str, **arrays: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_rank != 0:
+        return
+    state = record.kv
+    assert state is not None
+    policy = get_policy(state.policy)
+    rings, capacity = policy.rings, policy.ring_capacity
+    queries = runtime.slots.ring[state.slot, :, 0, : rings * capacity].float().cpu().numpy()
+    valid = runtime.slots.valid_queries(state.slot, capacity, rings)[: rings * capacity].cpu().numpy()
+    folder = Path(runtime.config.dump_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(
+        folder / f"{kind}{runtime.dumped:06d}-{record.key[:16]}.npz",
+        session=record.key,
+        queries=queries.reshape(queries.shape[0], rings, capacity, *queries.shape[2:]),
+        valid=valid.reshape(rings, capacity),
+        **arrays,
+    )
+    runtime.dumped += 1
