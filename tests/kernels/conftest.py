@@ -37,9 +37,19 @@ def interpreter(device: torch.device) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         importlib.import_module("triton.experimental.gluon")  # which takes the library functions as it finds them
         import triton.language as tl
+        from triton.runtime import interpreter
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
 
+        def call(function: InterpretedFunction, *args: object, **kwargs: object) -> object:
+            # As the original, which leaves triton.language changed for the rest of the process.
+            scope = interpreter._patch_lang(function.fn)
+            try:
+                return function.rewrite()(*args, **kwargs)
+            finally:
+                scope.restore()
+
+        patch.setattr(InterpretedFunction, "__call__", call)
         patch.setenv("TRITON_INTERPRET", "1")
         for module in (tl, tl.standard):
             for name, member in vars(module).items():
