@@ -44,7 +44,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def demo(
     budget: Annotated[int, typer.Option(min=128, help="KV tokens per layer and KV head.")] = 512,
-    turns: Annotated[int, typer.Option(min=2, help="Turns to run of the recording's 13.")] = 12,
+    turns: Annotated[int, typer.Option(min=2, help="Turns to run of the recording's 13.")] = 13,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: SmolLM2-135M.")] = None,
     url: Annotated[str | None, typer.Option(help="A running `agentkv up` to use instead of an own one.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every turn's facts there.")] = None,
