@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,8 +72,6 @@ class Printer:
         self.escape = escape
         self.add_generation_prompt = add_generation_prompt
         self.now = now or datetime.now()
-        calls = [call for message in conversation.messages for call in message.calls]
-        self._short_ids = {call.id: f"call{number:05d}" for number, call in enumerate(calls)}
         self._parts = _wants_parts(template.source)
 
     def print(self) -> Printed:
@@ -161,8 +160,11 @@ class Printer:
             printed["name"] = message.name
         return printed
 
-    def _id(self, identity: str | None, variant: _Variant) -> str | None:
-        return identity if variant.ids else self._short_ids.get(identity or "", "call99999")
+    @staticmethod
+    def _id(identity: str | None, variant: _Variant) -> str | None:
+        if variant.ids or identity is None:
+            return identity
+        return hashlib.sha256(identity.encode()).hexdigest()[:9]
 
     def _calls(self, message: Message, variant: _Variant, write: Write, everything: bool) -> Iterator[JsonObject]:
         for call in message.calls:

@@ -40,7 +40,7 @@ TRANSCRIPTS = [t for name in names() for t in load(name) if not t.name.startswit
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
 def chat(request: pytest.FixtureRequest) -> ChatFormat:
-    tokens = {"bos_token": "<s>"} if request.param == "tekken" else {"bos_token": ""}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"} if request.param == "tekken" else {"bos_token": ""}
     return ChatFormat(vocabulary(request.param), templates()[MODELS[request.param]], tokens=tokens)
 
 
@@ -76,10 +76,14 @@ def test_tool_runs_are_the_tool_messages(chat: ChatFormat) -> None:
             assert run[2] is Label.TOOL and part.end <= run[1] + 1, transcript.name
             text = chat.vocabulary.decode(rendered.ids[run[0] : run[1]])  # type: ignore[union-attr]
             wanted = _text(transcript.messages[part.message]["content"]).strip()
-            spelled = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1])
-            assert any(option in text for option in spelled) or len(results) > 1, transcript.name
+            assert any(spelling in text for spelling in spellings(wanted)), transcript.name
             checked += 1
-    assert checked > 300
+    assert checked > 250
+
+
+def spellings(text: str) -> tuple[str, ...]:
+    """As it is, inside a JSON string, and as vocabularies decode it that write spaces as ▁."""
+    return text, json.dumps(text, ensure_ascii=False)[1:-1], text.replace("▁", " ")
 
 
 def _text(content: Any) -> str:
@@ -101,20 +105,23 @@ def test_injected_markers_keep_labels_and_order(chat: ChatFormat) -> None:
         label = Label.TOOL if mutant.messages[where]["role"] == "tool" else Label.INPUT
         assert label in inside and inside <= {label, Label.GLUE}, mutant.name
         text = chat.vocabulary.decode(rendered.ids[part.start : part.end])
-        assert payload.strip() in text or json.dumps(payload, ensure_ascii=False)[1:-1].strip() in text
+        assert any(spelling in text for spelling in spellings(payload.strip())), mutant.name
 
 
 def test_appended_segments_are_the_end_of_the_whole(chat: ChatFormat) -> None:
-    """After any assistant turn, for templates that do not move what they print (class D prints tools again)."""
+    """After any assistant turn. Class D moves the system text and the tools: compared without them."""
     checked = 0
     for transcript in TRANSCRIPTS[:20]:
         options = Options(dialect=transcript.dialect)
         starts = [i + 1 for i, m in enumerate(transcript.messages[:-1]) if m["role"] == "assistant"]
         for start in starts[-3:]:
-            tools = None if chat.family.tools_follow_last_user else transcript.tools
+            messages, tools = transcript.messages, transcript.tools
+            if chat.family.drift == "D":
+                tools, start = None, start - (messages[0]["role"] == "system")
+                messages = [message for message in messages if message["role"] != "system"]
             try:
-                whole = render_prompt(chat, transcript.messages, tools, options=options)
-                added = render_appended(chat, transcript.messages, start, tools, options=options)
+                whole = render_prompt(chat, messages, tools, options=options)
+                added = render_appended(chat, messages, start, tools, options=options)
             except TemplateError:
                 continue
             count = len(added.ids)
