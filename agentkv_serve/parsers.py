@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from agentkv_serve.phase_tagger import Vocabulary, detect_family
@@ -26,15 +25,11 @@ PARSERS: dict[str, tuple[str, str]] = {
 }
 
 
-def parser_flags(model: Path, given: Sequence[str] = ()) -> list[str]:
-    """Returns SGLang's `--tool-call-parser` and `--reasoning-parser` for a model folder.
-
-    A flag that `given` already has is left out, as is one for which SGLang has no parser.
-    """
+def parser_flags(model: Path) -> dict[str, str]:
+    """Returns SGLang's `--tool-call-parser` and `--reasoning-parser` for a model folder, where it has any."""
     tool, reasoning = PARSERS.get(detect_family(Vocabulary(model), chat_template(model)).name, ("", ""))
-    named = {argument.split("=", 1)[0] for argument in given}
-    pairs = (("--tool-call-parser", tool), ("--reasoning-parser", reasoning))
-    return [word for flag, name in pairs if name and flag not in named for word in (flag, name)]
+    flags = {"--tool-call-parser": tool, "--reasoning-parser": reasoning}
+    return {flag: name for flag, name in flags.items() if name}
 
 
 def chat_template(model: Path) -> str | None:

@@ -86,7 +86,7 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         for i, engine_port in enumerate(engine_ports):
             name = "engine" if settings.workers == 1 else f"engine {i}"
             command = [*AGENTKV, "engine", "--model-path", str(settings.model), "--port", str(engine_port)]
-            command += ["--api-key", key, *parser_flags(settings.model, settings.engine_flags), *settings.engine_flags]
+            command += ["--api-key", key, *engine_flags(settings)]
             children.append(Child(name, command, logs / f"engine-{i}.log", os.environ))
         for engine, url in zip(children, engine_urls, strict=True):
             _await_healthy(engine, f"{url}/health", key, deadline, report)
@@ -106,6 +106,14 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         with uninterrupted():
             for child in reversed(children):  # the gateway first: it lets running turns end
                 child.stop()
+
+
+def engine_flags(settings: StackSettings) -> list[str]:
+    """Returns the flags of every engine: the given ones, and ours where none of that name is given."""
+    given = {argument.split("=", 1)[0] for argument in settings.engine_flags}
+    ours = {"--served-model-name": settings.model.name, **parser_flags(settings.model)}
+    added = [word for flag, value in ours.items() if flag not in given for word in (flag, value)]
+    return [*added, *settings.engine_flags]
 
 
 def choose_ports(settings: StackSettings) -> tuple[list[int], int]:

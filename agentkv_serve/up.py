@@ -22,8 +22,8 @@ AGENT = """\
 from openai import OpenAI
 ask = OpenAI(base_url="{base_url}/v1", api_key="any").chat.completions.create
 chat = [{{"role": "user", "content": "Name a colour."}}]
-chat += [ask(model="{model}", messages=chat).choices[0].message, {{"role": "user", "content": "Another one?"}}]
-print(ask(model="{model}", messages=chat))
+chat += [ask(model="{model}", messages=chat, max_tokens=32).choices[0].message]
+print(ask(model="{model}", messages=[*chat, {{"role": "user", "content": "Another one?"}}], max_tokens=32))
 """
 
 

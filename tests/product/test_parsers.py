@@ -10,15 +10,17 @@ import pytest
 from agentkv_serve.model import default_model
 from agentkv_serve.parsers import PARSERS, chat_template, parser_flags
 from agentkv_serve.phase_tagger import get_family
+from agentkv_serve.stack import StackSettings, engine_flags
 
 
 def test_the_default_model() -> None:
-    assert parser_flags(default_model()) == ["--tool-call-parser", "hermes"]
+    assert parser_flags(default_model()) == {"--tool-call-parser": "hermes"}
 
 
-@pytest.mark.parametrize("given", [["--tool-call-parser", "qwen25"], ["--tool-call-parser=qwen25"]])
-def test_the_users_choice_wins(given: list[str]) -> None:
-    assert parser_flags(default_model(), given) == []
+@pytest.mark.parametrize("given", [("--tool-call-parser", "qwen25"), ("--tool-call-parser=qwen25",)])
+def test_the_users_flags_win(given: tuple[str, ...]) -> None:
+    settings = StackSettings(default_model(), engine_flags=given)
+    assert engine_flags(settings) == ["--served-model-name", "SmolLM2-135M-Instruct", *given]
 
 
 def test_every_family_and_parser_exists() -> None:
