@@ -23,7 +23,7 @@ FAST = [
 # Every size with every head size, group and dtype; the numbers of queries and the pages take turns.
 TURNS = ((1, 1), (8, 16), (32, 64), (64, 1), (33, 16))
 FULL = [
-    (count, TURNS[turn % 5][0], dim, group, 2, TURNS[turn % 5][1], dtype)
+    (count, TURNS[turn % 5][0], dim, group, 1 if count > 500 else 2, TURNS[turn % 5][1], dtype)
     for turn, (count, dim, group, dtype) in enumerate(
         product(
             (1, 2, 63, 64, 65, 500, 4097),
