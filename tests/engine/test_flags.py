@@ -1,0 +1,72 @@
+"""Flags that would corrupt a compressed cache are refused by name; the launcher adds those that are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from agentkv_serve.engine.flags import REFUSALS, REQUIRED, Refusal, RefusedFlagError, refuse
+from agentkv_serve.engine.launch import server_command
+
+WRONG: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "disaggregation_mode": "prefill",
+    "kv_cache_dtype": "fp8_e5m2",
+    "dcp_size": 2,
+    "attn_cp_size": 2,
+    "pp_size": 2,
+    "dp_size": 2,
+}
+"""A refused value for each flag that is no switch."""
+
+
+def arguments(**changes: Any) -> Any:
+    harmless = {
+        refusal.name: {"kv_cache_dtype": "auto", "disaggregation_mode": "null"}.get(refusal.name)
+        if refusal.when is not bool
+        else False
+        for refusal in REFUSALS
+    }
+    harmless.update(disable_overlap_schedule=True, enable_streaming_session=True)
+    return SimpleNamespace(**{**harmless, **changes})
+
+
+def test_harmless_arguments_pass() -> None:
+    refuse(arguments())
+    refuse(arguments(dp_size=1, pp_size=1, kv_cache_dtype="bfloat16", disaggregation_mode="null"))
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
+def test_each_flag_is_refused_by_name_with_its_reason(refusal: Refusal) -> None:
+    with pytest.raises(RefusedFlagError) as caught:
+        refuse(arguments(**{refusal.name: WRONG.get(refusal.name, True)}))
+    assert refusal.flag in str(caught.value) and refusal.reason in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["disable_overlap_schedule", "enable_streaming_session"])
+def test_needed_flags_are_asked_for(missing: str) -> None:
+    with pytest.raises(RefusedFlagError, match=missing.replace("_", "-")):
+        refuse(arguments(**{missing: False}))
+
+
+def test_every_flag_that_is_no_switch_has_a_refused_value_here() -> None:
+    assert set(WRONG) == {refusal.name for refusal in REFUSALS if refusal.when is not bool}
+
+
+def test_the_launcher_adds_what_is_needed_and_keeps_what_is_given() -> None:
+    command = server_command(["--page-size", "16", "--max-running-requests=4"], Path("m"), 7, "127.0.0.1", cpu=True)
+    for flag in REQUIRED:
+        assert flag in command
+    assert command[command.index("--device") + 1] == "cpu"
+    assert "--max-running-requests" not in command and command[-1] == "--max-running-requests=4"
+    on_gpu = server_command([], Path("m"), 7, "127.0.0.1", cpu=False)
+    assert "--device" not in on_gpu and on_gpu[on_gpu.index("--attention-backend") + 1] == "triton"
+
+
+def test_the_launcher_refuses_a_switch_before_anything_is_loaded() -> None:
+    with pytest.raises(typer.BadParameter, match="--enable-mixed-chunk"):
+        server_command(["--enable-mixed-chunk"], Path("m"), 7, "127.0.0.1", cpu=True)

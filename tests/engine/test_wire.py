@@ -1,0 +1,89 @@
+"""The JSON that gateway and engine exchange about a turn."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentkv_serve.engine.wire import FACTS_PREFIX, Facts, WireError, parse_turn
+
+
+def params(**changes: Any) -> dict[str, str]:
+    body = {
+        "v": 1,
+        "session": "ab" * 16,
+        "epoch": 3,
+        "budget": 512,
+        "policy": "agentkv",
+        "runs": [0, 2, 0, 2, 5, 3, 5, 6, 5],
+        "decode": {"family": "qwen3", "initial": "think"},
+    }
+    body.update(changes)
+    return {"agentkv": json.dumps({key: value for key, value in body.items() if value is not None})}
+
+
+def test_a_turn_is_read_with_one_label_per_token() -> None:
+    spec = parse_turn(params(), 6)
+    assert spec is not None
+    assert spec.labels.tolist() == [0, 0, 3, 3, 3, 5]
+    assert (spec.session, spec.epoch, spec.budget) == ("ab" * 16, 3, 512)
+    assert (spec.policy, spec.family, spec.initial) == ("agentkv", "qwen3", "think")
+    assert not spec.rebuild and not spec.force_window
+
+
+@pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, "text"])
+def test_a_request_without_our_field_is_none_of_ours(custom_params: Any) -> None:
+    assert parse_turn(custom_params, 6) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"v": 2}, "v = 1"),
+        ({"session": ""}, "session"),
+        ({"session": 7}, "session"),
+        ({"epoch": -1}, "epoch"),
+        ({"epoch": True}, "epoch"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": "512"}, "budget"),
+        ({"policy": 3}, "policy"),
+        ({"decode": []}, "decode"),
+        ({"decode": {"initial": "sleep"}}, "start, think, say, act"),
+        ({"runs": None}, "runs"),
+        ({"runs": []}, "runs"),
+        ({"runs": [0, 6]}, "runs"),
+        ({"runs": [0, 6, 6]}, "runs"),  # no such label
+        ({"runs": [0, 5, 0]}, "cover [0, 6)"),  # a gap at the end
+        ({"runs": [0, 2, 0, 3, 6, 1]}, "cover"),  # a gap inside
+        ({"runs": [0, 4, 0, 3, 6, 1]}, "cover"),  # an overlap
+        ({"runs": [0, 7, 0]}, "cover"),
+        ({"runs": [0, 0, 1, 0, 6, 0]}, "cover"),  # an empty run
+        ({"runs": [0.0, 6, 0]}, "runs"),
+        ({"runs": [True, 6, 0]}, "runs"),
+        ({"runs": {"0": 6}}, "runs"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(WireError) as caught:
+        parse_turn(params(**changes), 6)
+    assert caught.value.code == "bad_request"
+    assert str(caught.value).startswith("agentkv:bad_request: ")
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", ["{", "[]", "1", 5])
+def test_what_is_no_json_object_is_refused(raw: Any) -> None:
+    with pytest.raises(WireError):
+        parse_turn({"agentkv": raw}, 6)
+
+
+def test_facts_travel_as_marked_json() -> None:
+    facts = Facts("rebuilt", "evicted", 100, 64, 35, 12, {"think": 4.0, "act": 0.0, "tool": 20.0, "others": 40.0})
+    text = facts.encode()
+    assert text.startswith(FACTS_PREFIX)
+    body = json.loads(text.removeprefix(FACTS_PREFIX))
+    assert body["v"] == 1 and body["state"] == "rebuilt" and body["reason"] == "evicted"
+    assert (body["logical"], body["held"], body["evicted"], body["prefill"]) == (100, 64, 35, 12)
+    assert sum(body["phases"].values()) == 64
