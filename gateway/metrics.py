@@ -58,6 +58,9 @@ class Metrics:
             registry=registry,
         )
         self.workers = Gauge("agentkv_worker_up", "1 when the worker is healthy.", ["worker"], registry=registry)
+        self.store_down = Gauge(
+            "agentkv_store_down", "1 while sessions are not shared since Redis is down.", registry=registry
+        )
         self.sessions = Gauge("agentkv_sessions", "Sessions held.", registry=registry)
         self.resident = Gauge(
             "agentkv_session_kv_tokens", "KV tokens that sessions hold.", ["worker"], registry=registry

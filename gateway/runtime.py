@@ -15,9 +15,10 @@ from agentkv_serve.gateway.metrics import Metrics
 from agentkv_serve.gateway.routing.registry import Registry
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.sessions.identity import Keys
-from agentkv_serve.gateway.sessions.memory import MemoryStore
+from agentkv_serve.gateway.sessions.opening import open_store
 from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.sessions.session import Session
+from agentkv_serve.gateway.sessions.store import SessionStore
 from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.plan import Planner
 from agentkv_serve.gateway.turns.turn import Services
@@ -36,14 +37,16 @@ class Runtime:
         self.metrics = Metrics()
         self.client = EngineClient(settings.upstream)
         self.registry = Registry((Worker.of(worker, settings.worker_key) for worker in settings.workers), self.client)
-        self.store = MemoryStore(settings.sessions.idle_ttl, time.monotonic)
+        self.store: SessionStore = open_store(settings, self._store_changed)
         secret = settings.secret.get_secret_value().encode() if settings.secret else secrets.token_bytes(32)
-        self.keys = Keys(secret)
-        self.planner = Planner(settings, self.store, self.registry, renderer, self.keys, time.monotonic)
+        before = settings.previous_secret
+        self.keys = Keys(secret, before.get_secret_value().encode() if before else None)
+        self.planner = Planner(settings, self.store, self.registry, renderer, self.keys, time.time)
         self.services = Services(settings, self.store, self.registry, self.client, renderer, self.keys, self.metrics)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Runtime:
+        await self.store.open()
         await self.registry.check()
         self._tasks = [
             asyncio.create_task(self.registry.watch(self.settings.health_interval)),
@@ -56,7 +59,11 @@ class Runtime:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.store.close()
         await self.client.close()
+
+    def _store_changed(self, down: bool) -> None:
+        self.metrics.store_down.set(int(down))
 
     async def end_session(self, session: Session) -> None:
         """Forget a session, stop its running turn, and release its state in the engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import os
 from collections.abc import Mapping
@@ -87,6 +88,38 @@ class SessionSettings(_Part):
     )
 
 
+class StoreSettings(_Part):
+    """Where sessions live. `url` None: in this process. Else redis://, rediss://, unix:// or
+    redis+sentinel://host:port,host:port/service. `ledger_key`: base64 of 16 or 32 bytes; token ids are then encrypted.
+    """
+
+    url: SecretStr | None = None
+    timeout: Seconds = 0.25
+    lease: Seconds = 30
+    connections: int = Field(default=64, ge=1)
+    ca_file: str | None = None
+    ledger_key: SecretStr | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _known_scheme(cls, url: SecretStr | None) -> SecretStr | None:
+        if url and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://", "redis+sentinel://")):
+            raise ValueError("a store URL starts with redis://, rediss://, unix:// or redis+sentinel://")
+        return url
+
+    @field_validator("ledger_key")
+    @classmethod
+    def _key_size(cls, key: SecretStr | None) -> SecretStr | None:
+        if key:
+            try:
+                size = len(base64.b64decode(key.get_secret_value(), validate=True))
+            except ValueError:
+                size = 0
+            if size not in (16, 32):
+                raise ValueError("a ledger key is the base64 of 16 or 32 random bytes")
+        return key
+
+
 class LimitSettings(_Part):
     """Bounds on what a client may send; checked before anything is parsed or rendered."""
 
@@ -132,10 +165,12 @@ class Settings(BaseSettings):
     admin_key: SecretStr | None = None
     api_keys: tuple[KeySettings, ...] = ()
     tenants: dict[str, TenantSettings] = {}
-    secret: SecretStr | None = None
+    secret: Annotated[SecretStr, Field(min_length=16)] | None = None
+    previous_secret: Annotated[SecretStr, Field(min_length=16)] | None = None
     policy: str = Field(default="agentkv", pattern=r"^[a-z0-9_]{1,32}$")
     budget: BudgetSettings = BudgetSettings()
     sessions: SessionSettings = SessionSettings()
+    store: StoreSettings = StoreSettings()
     limits: LimitSettings = LimitSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     stream: StreamSettings = StreamSettings()
@@ -148,6 +183,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"host {self.host} is reachable from outside: set api_keys (or api_key), or bind 127.0.0.1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_secret_for_all(self) -> Settings:
+        if self.store.url and not self.secret:
+            raise ValueError("a shared store needs a secret that all gateway processes have: set secret")
         return self
 
     @classmethod

@@ -76,8 +76,7 @@ async def worker_sessions(request: Request) -> Response:
     worker = _worker(runtime, request)
     data = [
         {"key": s.key[:16], "tenant": s.tenant, "model": s.model, "turns": s.turns, "kv_tokens": s.kv_tokens}
-        for s in await runtime.store.sessions(None)
-        if s.worker == worker.id
+        for s in await runtime.store.on_worker(worker.id)
     ]
     return Response(dumps({"object": "list", "data": data}), media_type="application/json")
 
@@ -96,7 +95,7 @@ def _worker(runtime: Runtime, request: Request) -> Worker:
 
 
 async def _show(runtime: Runtime, worker: Worker) -> dict[str, Any]:
-    resident = await runtime.store.resident()
+    resident = await runtime.store.resident([worker.id])
     return {
         "id": worker.id,
         "url": worker.url,

@@ -15,11 +15,14 @@ async def healthz(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """200 when a worker can take a turn."""
+    """200 when a worker can take a turn; `degraded` while sessions are not shared, since Redis is down."""
     runtime = runtime_of(request)
     workers = {w.id: "up" if w.healthy else "down" for w in runtime.registry}
     ready = "up" in workers.values() and not runtime.stopping
-    body = {"status": "ready" if ready else "stopping" if runtime.stopping else "no_worker", "workers": workers}
+    status = "stopping" if runtime.stopping else "no_worker" if not ready else "ready"
+    if ready and runtime.store.degraded:
+        status = "degraded"
+    body = {"status": status, "workers": workers, "store": "down" if runtime.store.degraded else "up"}
     return Response(dumps(body), 200 if ready else 503, media_type="application/json")
 
 
@@ -27,8 +30,8 @@ async def metrics(request: Request) -> Response:
     """Prometheus text."""
     runtime = runtime_of(request)
     sample = runtime.metrics
-    resident = await runtime.store.resident()
-    sample.sessions.set(len(await runtime.store.sessions(None)))
+    resident = await runtime.store.resident([worker.id for worker in runtime.registry])
+    sample.sessions.set(await runtime.store.count())
     # Set anew at each scrape, so that a removed worker leaves no stale series.
     sample.workers.clear()
     sample.resident.clear()

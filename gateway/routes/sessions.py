@@ -55,9 +55,10 @@ async def _find(runtime: Runtime, tenant: Tenant, session_id: str) -> list[Sessi
     """The tenant's sessions of that id: one for each model that it was used with."""
     found = []
     for model in runtime.registry.models():
-        session, _ = await runtime.store.peek(runtime.keys.session(tenant.name, session_id, model))
-        if session:
-            found.append(session)
+        for key in runtime.keys.sessions(tenant.name, session_id, model):
+            session, _ = await runtime.store.peek(key)
+            if session:
+                found.append(session)
     return found
 
 

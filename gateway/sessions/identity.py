@@ -80,14 +80,22 @@ def issue_id() -> str:
 
 class Keys:
     """Keys inside the product: HMACs of a secret that clients never see, so that no tenant can name or
-    guess another's."""
+    guess another's. After a rotation sessions of the previous secret live on under their old keys."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, previous: bytes | None = None) -> None:
         self._secret = secret
+        self._previous = previous
 
     def session(self, tenant: str, session_id: str, model: str) -> str:
         """The store's key of a session, 64 hex digits."""
         return self._mac(b"session", tenant, session_id, model)
+
+    def sessions(self, tenant: str, session_id: str, model: str) -> list[str]:
+        """The keys that a session may have, the one for new sessions first."""
+        keys = [self.session(tenant, session_id, model)]
+        if self._previous is not None:
+            keys.append(Keys(self._previous).session(tenant, session_id, model))
+        return keys
 
     def engine(self, key: str, incarnation: str) -> str:
         """The engine's key of one life of a session."""

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.sessions.store import (
@@ -35,6 +35,34 @@ class MemoryStore:
         self._per_tenant: Counter[str] = Counter()
         self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._value_bytes = 0
+
+    @property
+    def degraded(self) -> bool:
+        return False
+
+    async def open(self) -> None:
+        """Nothing to begin."""
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    def held(self, key: str) -> Session | None:
+        """The session as it is now; not to be changed."""
+        return self._sessions.get(key)
+
+    def keys(self) -> list[str]:
+        """The keys of all sessions held."""
+        return list(self._sessions)
+
+    def adopt(self, session: Session) -> None:
+        """Take over a session as another store committed it, whatever was here before."""
+        old = self._sessions.get(session.key)
+        if old is None:
+            self._per_tenant[session.tenant] += 1
+            old = session
+        else:
+            self._place(old, -1)
+        self._put(old, session)
 
     async def peek(self, key: str) -> tuple[Session | None, bool]:
         return self._sessions.get(key), key in self._leases
@@ -74,16 +102,19 @@ class MemoryStore:
         new = lease.session
         new.epoch = old.epoch
         new.used = self._clock()
+        self._place(old, -1)
+        self._put(old, new)
+        self._free(new.key)
+
+    def _put(self, old: Session, new: Session) -> None:
         self._unindex(old, keep=new)
         self._sessions[new.key] = new
         self._sessions.move_to_end(new.key)
-        self._place(old, -1)
         self._place(new, 1)
         for mark in marks_of(new):
             keys = self._index.get((new.scope, mark), ())
             if new.key not in keys:
                 self._index[new.scope, mark] = (*keys, new.key)
-        self._free(new.key)
 
     async def release(self, lease: Lease, *, dispatched: bool) -> None:
         if self._leases.get(lease.session.key) != lease.token:
@@ -110,11 +141,17 @@ class MemoryStore:
                 return mark, list(keys)
         return None
 
-    async def sessions(self, tenant: str | None) -> list[Session]:
-        return [s for s in self._sessions.values() if tenant is None or s.tenant == tenant]
+    async def sessions(self, tenant: str) -> list[Session]:
+        return [s for s in self._sessions.values() if s.tenant == tenant]
 
-    async def resident(self) -> dict[str, int]:
-        return dict(self._resident)
+    async def on_worker(self, worker: str) -> list[Session]:
+        return [s for s in self._sessions.values() if s.worker == worker]
+
+    async def count(self) -> int:
+        return len(self._sessions)
+
+    async def resident(self, workers: Sequence[str]) -> Mapping[str, int]:
+        return self._resident
 
     async def keep(self, key: str, value: bytes, ttl: float) -> None:
         await self.discard(key)

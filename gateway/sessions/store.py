@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,21 +20,37 @@ class LeaseLost(Exception):
     """The lease ended before its turn did: another turn has gone on with the session."""
 
 
+class StoreDown(Exception):
+    """The shared store does not answer."""
+
+
 class TooManySessions(Exception):
     """The tenant has reached its number of sessions and none of them is idle."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """The right to run one turn. `session` is the caller's own copy; `epoch` numbers the turn in the engine."""
+    """The right to run one turn. `session` is the caller's own copy; `epoch` numbers the turn in the engine; `local`
+    leases were given by this process alone, while the shared store was down."""
 
     session: Session
     epoch: int
     token: str
+    local: bool = False
 
 
 class SessionStore(Protocol):
     """Sessions by key, at most one running turn each."""
+
+    @property
+    def degraded(self) -> bool:
+        """True while sessions are not shared with other gateway processes although they should be."""
+
+    async def open(self) -> None:
+        """Begin what goes on beside requests. Needed before the first use."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
 
     async def peek(self, key: str) -> tuple[Session | None, bool]:
         """The session (not to be changed) and whether a turn of it is running."""
@@ -62,11 +78,17 @@ class SessionStore(Protocol):
     async def find(self, scope: str, marks: Sequence[Mark]) -> tuple[Mark, list[str]] | None:
         """The first of `marks` that sessions of `scope` have, with the keys of those sessions."""
 
-    async def sessions(self, tenant: str | None) -> list[Session]:
-        """All sessions of a tenant, or all."""
+    async def sessions(self, tenant: str) -> list[Session]:
+        """All sessions of a tenant; their ledgers may be left out."""
 
-    async def resident(self) -> dict[str, int]:
-        """KV tokens that sessions hold, by worker id."""
+    async def on_worker(self, worker: str) -> list[Session]:
+        """All sessions whose state a worker holds; their ledgers may be left out."""
+
+    async def count(self) -> int:
+        """How many sessions there are."""
+
+    async def resident(self, workers: Sequence[str]) -> Mapping[str, int]:
+        """KV tokens that sessions hold on each of `workers`; may be half a second old."""
 
     async def keep(self, key: str, value: bytes, ttl: float) -> None:
         """Keep a value for `ttl` seconds. Only the newest values are sure to be kept."""

@@ -148,8 +148,13 @@ class Planner:
 
     async def _claim_named(self, plan: Plan, named: Named, head: Head) -> None:
         plan.session_id, plan.source = named.id, named.source
-        key = self._keys.session(plan.tenant.name, named.id, plan.request.model)
-        session, busy = await self._store.peek(key)
+        keys = self._keys.sessions(plan.tenant.name, named.id, plan.request.model)
+        key, session, busy = keys[0], None, False
+        for candidate in keys:
+            session, busy = await self._store.peek(candidate)
+            if session:
+                key = candidate
+                break
         if session and busy and self._is_side(session, plan, head):
             plan.session_id, plan.why_stateless = named.id, "side"
             return

@@ -116,7 +116,7 @@ class Turn:
     async def _place(self, tried: tuple[str, ...] = ()) -> None:
         if self._worker is not None:
             return
-        resident = await self._s.store.resident()
+        resident = await self._s.store.resident([worker.id for worker in self._s.registry])
         worker = place(
             self._s.registry, self.plan.request.model, pinned=self._moved_from, resident=resident, tried=tried
         )
