@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from agentkv_serve.children import Child, free_port, port_is_free, uninterrupted
+from agentkv_serve.children import Child, ChildDied, free_port, port_is_free, uninterrupted
 from agentkv_serve.parsers import parser_flags
 
 PORT = 8000
@@ -82,6 +83,7 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
     engine_urls = tuple(f"http://127.0.0.1:{p}" for p in engine_ports)
     deadline = time.monotonic() + settings.start_seconds
     children: list[Child] = []
+    failed = False
     try:
         for i, engine_port in enumerate(engine_ports):
             name = "engine" if settings.workers == 1 else f"engine {i}"
@@ -102,10 +104,15 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         children.append(gateway)
         _await_healthy(gateway, f"http://127.0.0.1:{port}/readyz", "", deadline, report)
         yield Stack(f"http://127.0.0.1:{port}", engine_urls, key, logs, tuple(children))
+    except (StackError, ChildDied):
+        failed = True
+        raise
     finally:
         with uninterrupted():
             for child in reversed(children):  # the gateway first: it lets running turns end
                 child.stop()
+            if not failed:  # else the logs are what the user needs next
+                shutil.rmtree(logs, ignore_errors=True)
 
 
 def engine_flags(settings: StackSettings) -> list[str]:

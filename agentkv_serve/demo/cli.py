@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,7 +55,7 @@ def demo(
     ),
 ) -> None:
     """Run an agent of many turns at a small KV budget, then the same one with everything kept."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 130)
     recording = load_recording()
     if langchain and not clients_python.exists():
         raise typer.BadParameter(f"{clients_python} does not exist: run `make setup`, or name --clients-python")

@@ -22,7 +22,10 @@ import pytest
 pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
-CLIENTS = HERE.parents[1] / ".venv-clients" / "bin" / "python"
+ROOT = HERE.parents[1]
+CLIENTS = ROOT / ".venv-clients" / "bin" / "python"
+# Shell lines of the documents that run elsewhere: by `make test` itself and by the fixture below.
+SET_UP = {"make setup", "make demo", "make test", ".venv/bin/agentkv up --port 8000"}
 NEW = ["new", *["resumed"] * 4]
 
 
@@ -119,6 +122,31 @@ def test_the_printed_agent_runs(up: Up, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(program)
     done = subprocess.run([str(CLIENTS), str(tmp_path / "agent.py")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "'resumed'" in done.stdout, done.stdout + done.stderr
+
+
+def blocks(*languages: str) -> list[Any]:
+    """The code blocks of the README and the quickstart in these languages, named by file and line."""
+    found = []
+    for document in (ROOT / "README.md", ROOT / "docs" / "quickstart.md"):
+        text = document.read_text()
+        for block in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S):
+            if block[1] in languages:
+                line = text.count("\n", 0, block.start()) + 1
+                found.append(pytest.param(block[1], block[2], id=f"{document.name}-{line}"))
+    return found
+
+
+@pytest.mark.parametrize(("language", "program"), blocks("python", "sh"))
+def test_every_block_of_the_documents_is_true(up: Up, language: str, program: str) -> None:
+    program = program.replace("http://127.0.0.1:8000", up.url)
+    if language == "sh" and "curl" not in program:
+        assert set(program.splitlines()) <= SET_UP
+        return
+    command = [str(CLIENTS), "-c"] if language == "python" else ["bash", "-ec"]
+    done = subprocess.run([*command, program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stdout
+    assert re.search("resumed|chat.completion|SmolLM2", done.stdout), done.stdout
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, str], int, str]] = {
