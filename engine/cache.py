@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from agentkv_serve.engine import lifecycle
+from agentkv_serve.engine import progress
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 
@@ -34,8 +34,8 @@ class AgentKVRadixCache(UnifiedRadixCache):
         runtime = runtime_module.current()
         if runtime and turn_of(req) is not None:
             if not req.finished():
-                lifecycle.retract(runtime, req)
+                progress.retract(runtime, req)
                 return False
-            if lifecycle.roll_back(runtime, req):
+            if progress.roll_back(runtime, req):
                 return True
         return bool(super().claim_kv_row(req))

@@ -5,19 +5,16 @@ Private API of the pinned SGLang version: `selfcheck` verifies at start that eac
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from agentkv_serve.engine import admission, lifecycle, reclaim
+from agentkv_serve.engine import admission, forward, intake, progress, reclaim
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 from agentkv_serve.engine.wire import WireError
-
-logger = logging.getLogger(__name__)
 
 RECOMPUTED_TAIL = 32
 """Prompt tokens that are always computed, also on a radix hit: without queries there is nothing to score with."""
@@ -29,16 +26,16 @@ def around_handle_generate_request(original: Any, scheduler: Any, request: Any, 
     if runtime is None or request.session_params is not None:
         return original(scheduler, request, *args, **kwargs)
     try:
-        turn = lifecycle.begin_turn(runtime, request)
+        turn = intake.begin_turn(runtime, request)
         if turn is None:
             admission.refuse_oversized(runtime, None, len(request.input_ids), runtime.uncompressed_limit)
-    except lifecycle.BusySessionError as busy:
+    except intake.BusySessionError as busy:
         runtime.deferred.append(request)
         scheduler.abort_request(AbortReq(rid=busy.running))
-        lifecycle.start_deferred(runtime)
+        intake.start_deferred(runtime)
         return None
     except WireError as error:
-        lifecycle.refuse(scheduler, request, error)
+        intake.refuse(scheduler, request, error)
         return None
     runtime.arriving = turn
     try:
@@ -51,14 +48,14 @@ def after_abort_request(_: None, scheduler: Any, abort: Any) -> None:
     """A request that waits for another turn's end can be aborted too."""
     runtime = runtime_module.current()
     if runtime is not None:
-        lifecycle.drop_deferred(runtime, abort)
+        intake.drop_deferred(runtime, abort)
 
 
 def after_create_req(req: Any, session: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """Hangs the turn on SGLang's request, if the request is what was asked for."""
     runtime = runtime_module.current()
     if runtime is not None and runtime.arriving is not None:
-        lifecycle.attach(runtime.arriving, req)
+        intake.attach(runtime.arriving, req)
 
 
 def around_strip_bos_token(original: Any, request: Any, tokenizer: Any) -> None:
@@ -73,7 +70,7 @@ def after_release_aborted_request(_: None, scheduler: Any, req: Any) -> None:
     runtime = runtime_module.current()
     turn = turn_of(req)
     if runtime is not None and turn is not None:
-        lifecycle.forget_running(runtime, turn, req.rid)
+        intake.forget_running(runtime, turn, req.rid)
 
 
 def after_max_prefix_len(length: int, req: Any, input_len: int) -> int | None:
@@ -91,22 +88,22 @@ def after_init_new(_: Any, cls: Any, batch: Any, model_runner: Any, **kwargs: An
     """The last place where requests and the device batch meet: plan the query capture."""
     runtime = runtime_module.current()
     if runtime is not None and runtime.scheduler is not None:
-        lifecycle.plan_forward(runtime, batch, batch.forward_mode.is_extend())
+        forward.plan_forward(runtime, batch, batch.forward_mode.is_extend())
 
 
 def after_process_batch_result(_: Any, scheduler: Any, batch: Any, result: Any) -> None:
     """Compresses running turns that are due."""
     runtime = runtime_module.current()
     if runtime is not None:
-        lifecycle.after_step(runtime, batch)
-        lifecycle.start_deferred(runtime)
+        progress.after_step(runtime, batch)
+        intake.start_deferred(runtime)
 
 
 def before_stream_output(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
     """Compresses finished turns before their last frames go out, so that the frames tell the truth."""
     runtime = runtime_module.current()
     if runtime is not None and runtime.scheduler is not None:
-        lifecycle.finish_turns(runtime, reqs)
+        progress.finish_turns(runtime, reqs)
 
 
 def after_cached_tokens_details(details: Any, streamer: Any, req: Any) -> Any:

@@ -1,0 +1,135 @@
+"""After a forward: compress what is due, and settle what a finished or aborted turn leaves behind."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from agentkv_serve.engine import dump, facts, reclaim
+from agentkv_serve.engine.compaction import NoRoomError, compress
+from agentkv_serve.engine.runtime import Runtime
+from agentkv_serve.engine.sessions import SessionRecord
+from agentkv_serve.engine.turn import Turn, turn_of
+
+
+def after_step(runtime: Runtime, batch: Any) -> None:
+    """After a batch result: compresses running turns that are due (a prefill chunk, or enough decode tokens)."""
+    decodes = batch.forward_mode.is_decode()
+    for req in batch.reqs:
+        turn = turn_of(req)
+        if turn is None or not turn.compresses or req.finished() or not req.kv.holds_kv or req.is_retracted:
+            continue
+        if not decodes and not turn.policy.compress_prefill:
+            continue
+        slack = runtime.config.compress_every if decodes else 1
+        if _held(runtime, req.kv) >= turn.spec.budget + slack:
+            _compress_running(runtime, req, turn)
+
+
+def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
+    """Before the last frames go out: compresses finished turns, and settles the facts that the frames carry."""
+    for req in reqs:
+        turn = turn_of(req)
+        if turn is None or turn.facts is not None or not req.finished():
+            continue
+        slot = runtime.tree.session.slots.get(turn.spec.session)
+        record = runtime.sessions.get(turn.spec.session)
+        if record is None or record.running != req.rid:
+            continue
+        record.running = None
+        if facts.aborted(req) or slot is None or not slot.kv.holds_kv:
+            continue
+        record.lost = None
+        record.labels = turn.labels(req.output_ids, runtime.automata)
+        if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > turn.spec.budget:
+            with OutsideFreeGroup(runtime.tree.token_to_kv_pool_allocator):
+                try:
+                    _compress(runtime, record, slot, slot.kv, turn)
+                except NoRoomError:
+                    reclaim.release(runtime, record.key, "evicted")
+                    continue
+        if runtime.config.dump_dir:
+            dump.turn_end(runtime, record, int(slot.kv.kv_committed_len))
+        turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
+
+
+def roll_back(runtime: Runtime, req: Any) -> bool:
+    """Keeps the session of an aborted turn as it was when the turn began, if the turn compressed nothing yet.
+
+    Mutates the session's record (its tail is freed) and its rings. Returns False where the state cannot be kept; SGLang
+    then releases it and the next turn is rebuilt.
+    """
+    turn = turn_of(req)
+    if turn is None or turn.checkpoint is None or not facts.aborted(req):
+        return False
+    slot = runtime.tree.session.borrowed_slot(req)
+    if slot is None:
+        return False
+    kv, committed = slot.kv, turn.checkpoint.committed
+    runtime.tree.session._free_kv_aligned(kv, committed, kv.kv_allocated_len)
+    kv.kv_allocated_len = committed
+    kv.kv_committed_len = committed
+    record = runtime.sessions.get(turn.spec.session)
+    if turn.checkpoint.rings is not None and record is not None and record.kv is not None:
+        runtime.slots.restore_rings(record.kv.slot, turn.checkpoint.rings)
+    req.detach_kv()
+    req.session.abort_req()
+    return True
+
+
+def retract(runtime: Runtime, req: Any) -> None:
+    """A running turn gives its memory back and starts over later: its session's whole state goes, and it says so.
+
+    Stock SGLang would keep the session's row (so nothing would be freed) and take the unfinished turn for the session's
+    last good one.
+    """
+    turn = turn_of(req)
+    slot = runtime.tree.session.borrowed_slot(req)
+    if turn is None or slot is None:
+        return
+    del runtime.tree.session.slots[turn.spec.session]
+    req.lock, slot.lock = slot.lock, None
+    turn.state, turn.reason = "rebuilt", "retracted"
+    turn.prefill, turn.checkpoint = None, None
+
+
+def _held(runtime: Runtime, kv: Any) -> int:
+    return int(kv.kv_committed_len) - runtime.start_of(kv)
+
+
+def _compress_running(runtime: Runtime, req: Any, turn: Turn) -> None:
+    record = runtime.sessions.get(turn.spec.session)
+    assert record is not None
+    tree = runtime.tree
+    if runtime.scheduler.chunked_req is req and not runtime.start_of(req.kv):
+        # Between chunks nothing of the prompt is in the tree yet: publish it before the row becomes a mixture.
+        tree.checkpoint(req, up_to=req.extend_end)
+    holder = tree.session.borrowed_slot(req) or req
+    try:
+        _compress(runtime, record, holder, req.kv, turn)
+    except NoRoomError as error:
+        req.to_finish = FINISH_ABORT(f"agentkv:no_room: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def _compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, turn: Turn) -> None:
+    if compress(runtime, record, holder, kv, turn.spec.budget):
+        turn.compactions += 1
+        turn.checkpoint = None
+
+
+class OutsideFreeGroup:
+    """Runs a block outside the allocator's free group: freed slots must be usable at once."""
+
+    def __init__(self, allocator: Any) -> None:
+        self._allocator = allocator
+        self._grouped = allocator.free_group is not None
+
+    def __enter__(self) -> None:
+        if self._grouped:
+            self._allocator.free_group_end()
+
+    def __exit__(self, *_: object) -> None:
+        if self._grouped:
+            self._allocator.free_group_begin()
