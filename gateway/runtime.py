@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from typing import cast
 
+import orjson
 from starlette.requests import Request
 
 from agentkv_serve.gateway.auth import Authenticator
+from agentkv_serve.gateway.encoding import dumps
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.metrics import Metrics
 from agentkv_serve.gateway.routing.registry import Registry
@@ -19,10 +22,12 @@ from agentkv_serve.gateway.sessions.opening import open_store
 from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.sessions.store import SessionStore
-from agentkv_serve.gateway.settings import Settings
+from agentkv_serve.gateway.settings import Settings, WorkerSettings
 from agentkv_serve.gateway.turns.plan import Planner
 from agentkv_serve.gateway.turns.turn import Services
 from agentkv_serve.gateway.upstream.client import EngineClient
+
+log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 30.0
 
@@ -33,10 +38,11 @@ class Runtime:
     def __init__(self, settings: Settings, renderer: Renderer) -> None:
         self.settings = settings
         self.stopping = False
+        self._added: dict[str, WorkerSettings] = {}
         self.auth = Authenticator(settings)
         self.metrics = Metrics()
         self.client = EngineClient(settings.upstream)
-        self.registry = Registry((Worker.of(worker, settings.worker_key) for worker in settings.workers), self.client)
+        self.registry = Registry((self.worker_of(worker) for worker in settings.workers), self.client)
         self.store: SessionStore = open_store(settings, self._store_changed)
         secret = settings.secret.get_secret_value().encode() if settings.secret else secrets.token_bytes(32)
         before = settings.previous_secret
@@ -47,9 +53,9 @@ class Runtime:
 
     async def __aenter__(self) -> Runtime:
         await self.store.open()
-        await self.registry.check()
+        await self._check_workers()
         self._tasks = [
-            asyncio.create_task(self.registry.watch(self.settings.health_interval)),
+            asyncio.create_task(self._watch_workers()),
             asyncio.create_task(self._sweep()),
         ]
         return self
@@ -61,6 +67,50 @@ class Runtime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.store.close()
         await self.client.close()
+
+    def worker_of(self, worker: WorkerSettings) -> Worker:
+        """A worker of this gateway."""
+        return Worker.of(worker, self.settings.worker_key, self.settings.routing)
+
+    async def share_worker(self, worker: Worker, settings: WorkerSettings | None = None) -> None:
+        """Tell all gateway processes of a worker that was added here, or whose draining changed here."""
+        if settings is not None:
+            self._added[worker.id] = settings
+        if not worker.shared or worker.id not in self._added:
+            return
+        added = self._added[worker.id]
+        entry = {"url": worker.url, "key": added.key and added.key.get_secret_value(), "draining": worker.draining}
+        await self.store.set_worker(worker.id, dumps(entry))
+
+    async def remove_worker(self, worker: Worker) -> None:
+        """Forget a worker, in all gateway processes if it is a shared one."""
+        if worker.shared:
+            await self.store.set_worker(worker.id, None)
+        self.registry.remove(worker.id)
+
+    async def _check_workers(self) -> None:
+        shared = await self.store.workers()
+        if shared is not None:
+            for name, entry in shared.items():
+                value = orjson.loads(entry)
+                self._added[name] = WorkerSettings(url=value["url"], id=name, key=value["key"])
+            workers = {}
+            for name, entry in shared.items():
+                workers[name] = self.worker_of(self._added[name])
+                workers[name].shared, workers[name].draining = True, orjson.loads(entry)["draining"]
+            self.registry.adopt(workers)
+        await self.registry.check()
+
+    async def _watch_workers(self) -> None:
+        interval = self.settings.routing.health_interval
+        while True:
+            # More often while one has never been seen healthy.
+            starting = any(not worker.instance for worker in self.registry)
+            await asyncio.sleep(min(interval, 1.0) if starting else interval)
+            try:
+                await self._check_workers()
+            except Exception:
+                log.exception("checking the workers failed")
 
     def _store_changed(self, down: bool) -> None:
         self.metrics.store_down.set(int(down))

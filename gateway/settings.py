@@ -137,6 +137,19 @@ class UpstreamSettings(_Part):
     control: Seconds = 10
 
 
+class RoutingSettings(_Part):
+    """Choice of workers. A worker with `saturated` running turns is left by sessions of soft affinity while another
+    has room; None: never. The breaker opens after `breaker_failures` failed turns within `breaker_window` seconds and
+    tries again after `breaker_rest`."""
+
+    affinity: Literal["soft", "hard"] = "soft"
+    saturated: int | None = Field(default=None, ge=1)
+    health_interval: Seconds = 5
+    breaker_failures: int = Field(default=5, ge=1)
+    breaker_window: Seconds = 60
+    breaker_rest: Seconds = 10
+
+
 class StreamSettings(_Part):
     """Keep-alives. `chunk` sends an empty delta, which resets the chunk timeouts of clients that count
     parsed chunks; `comment` sends a comment line, which only keeps proxies from cutting the connection."""
@@ -174,7 +187,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = LimitSettings()
     upstream: UpstreamSettings = UpstreamSettings()
     stream: StreamSettings = StreamSettings()
-    health_interval: Seconds = 5
+    routing: RoutingSettings = RoutingSettings()
     shutdown_grace: Seconds = 30
 
     @model_validator(mode="after")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from agentkv_serve.gateway.errors import ApiError, bad_request
 from agentkv_serve.gateway.routes.reading import read_json
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.runtime import Runtime, runtime_of
+from agentkv_serve.gateway.sessions.store import StoreDown
 from agentkv_serve.gateway.settings import WorkerSettings
 
 
@@ -41,11 +44,14 @@ async def workers(request: Request) -> Response:
             fault = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(str(part) for part in fault["loc"]) or "body"
             raise bad_request(f"{place}: {fault['msg']}", param=place) from None
-        worker = Worker.of(settings, runtime.settings.worker_key)
+        worker = runtime.worker_of(settings)
+        worker.shared = True
         try:
             runtime.registry.add(worker)
         except ValueError as error:
             raise ApiError(409, "worker_exists", str(error)) from None
+        with _shared(runtime, worker):
+            await runtime.share_worker(worker, settings)
         await runtime.registry.check_one(worker)
         return Response(dumps(await _show(runtime, worker)), 201, media_type="application/json")
     data = [await _show(runtime, worker) for worker in runtime.registry]
@@ -57,7 +63,8 @@ async def one_worker(request: Request) -> Response:
     runtime = _admitted(request)
     worker = _worker(runtime, request)
     if request.method == "DELETE":
-        runtime.registry.remove(worker.id)
+        with _shared(runtime):
+            await runtime.remove_worker(worker)
         return Response(status_code=204)
     return Response(dumps(await _show(runtime, worker)), media_type="application/json")
 
@@ -67,6 +74,8 @@ async def drain(request: Request) -> Response:
     runtime = _admitted(request)
     worker = _worker(runtime, request)
     worker.draining = request.url.path.endswith("/drain")
+    with _shared(runtime):
+        await runtime.share_worker(worker)
     return Response(dumps(await _show(runtime, worker)), media_type="application/json")
 
 
@@ -87,6 +96,22 @@ async def configuration(request: Request) -> Response:
     return Response(runtime.settings.model_dump_json().encode(), media_type="application/json")
 
 
+@contextmanager
+def _shared(runtime: Runtime, added: Worker | None = None) -> Iterator[None]:
+    """What all gateway processes must hear of; a worker that could not be shared is not kept either."""
+    try:
+        yield
+    except StoreDown:
+        if added:
+            runtime.registry.remove(added.id)
+        raise ApiError(
+            503,
+            "store_down",
+            "The shared store is down, so other gateways cannot be told.",
+            headers={"retry-after": "5"},
+        ) from None
+
+
 def _worker(runtime: Runtime, request: Request) -> Worker:
     worker = runtime.registry.get(request.path_params["worker_id"])
     if worker is None:
@@ -101,6 +126,7 @@ async def _show(runtime: Runtime, worker: Worker) -> dict[str, Any]:
         "url": worker.url,
         "healthy": worker.healthy,
         "draining": worker.draining,
+        "breaker": worker.breaker.state,
         "instance": worker.instance,
         "models": worker.models,
         "inflight": worker.inflight,

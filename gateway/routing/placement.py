@@ -16,18 +16,22 @@ def place(
     pinned: str,
     resident: Mapping[str, int],
     tried: Collection[str] = (),
+    saturated: int | None = None,
 ) -> Worker:
     """The worker for a turn of `model`: the pinned one if it can serve, else the one that holds the fewest KV
     tokens of sessions (`resident`, by worker id), then the fewest running turns.
 
-    Filters stand before affinity, so that a pin to a lost worker never leaves no candidate. A draining worker keeps
-    the sessions that it has. Raises 503 when no worker can serve.
+    Filters come first, in this order: health, breaker, draining, tried; affinity last, so that a pin to a lost worker
+    never leaves no candidate. A draining worker keeps the sessions that it has. `saturated`: running turns from which
+    a pinned worker is left for one that has room. Raises 503 when no worker can serve.
     """
-    able = [w for w in registry if w.healthy and model in w.models and w.id not in tried]
-    for worker in able:
-        if worker.id == pinned:
-            return worker
+    able = [w for w in registry if w.healthy and w.breaker.allows() and model in w.models and w.id not in tried]
     free = [w for w in able if not w.draining]
+    roomy = [w for w in free if saturated is None or w.inflight < saturated]
+    for worker in able:
+        full = saturated is not None and worker.inflight >= saturated
+        if worker.id == pinned and not (full and roomy):
+            return worker
     if not free:
         raise ApiError(
             503,
@@ -35,4 +39,4 @@ def place(
             "No worker can serve this model right now; try again soon.",
             headers={"retry-after": "2"},
         )
-    return min(free, key=lambda w: (resident.get(w.id, 0) + w.reserved, w.inflight, w.id))
+    return min(roomy or free, key=lambda w: (resident.get(w.id, 0) + w.reserved, w.inflight, w.id))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.upstream.client import EngineClient, UpstreamError
 
 log = logging.getLogger(__name__)
 
-DOWN_AFTER = 3  # failed checks in a row; a refused connection counts at once
+DOWN_AFTER = 3  # failed checks in a row: a long prefill may delay one
 
 
 class Registry:
@@ -49,12 +49,17 @@ class Registry:
                 lengths[model] = worker.context_length if known is None else min(known, worker.context_length)
         return lengths
 
-    async def watch(self, interval: float) -> None:
-        """Check all workers for ever; more often while one has never been seen healthy."""
-        while True:
-            await self.check()
-            starting = any(not worker.instance for worker in self)
-            await asyncio.sleep(min(interval, 1.0) if starting else interval)
+    def adopt(self, shared: Mapping[str, Worker]) -> None:
+        """Bring the workers that admin APIs added up to date with what all gateway processes share."""
+        for worker in list(self):
+            if worker.shared and worker.id not in shared:
+                self.remove(worker.id)
+        for worker in shared.values():
+            known = self._workers.get(worker.id)
+            if known is None:
+                self.add(worker)
+            elif known.shared:
+                known.draining = worker.draining
 
     async def check(self) -> None:
         """Check every worker once."""
@@ -63,14 +68,14 @@ class Registry:
     async def check_one(self, worker: Worker) -> None:
         """Check one worker."""
         if not await self._client.healthy(worker):
-            self.failed(worker)
+            self._unwell(worker)
             return
         try:
             info = await self._client.server_info(worker)
             models = await self._client.models(worker)
         except (UpstreamError, KeyError, ValueError) as error:
             log.warning("worker %s is healthy but does not describe itself: %s", worker.id, error)
-            self.failed(worker)
+            self._unwell(worker)
             return
         instance = str(info.get("startup_time") or info.get("instance_id") or "unknown")
         if worker.instance and worker.instance != instance:
@@ -82,9 +87,19 @@ class Registry:
         worker.context_length = min((int(model.get("max_model_len") or 0) for model in models), default=0)
         worker.healthy, worker.failures = True, 0
 
-    def failed(self, worker: Worker, *, gone: bool = False) -> None:
-        """Count a failure; `gone` (a refused connection) takes the worker out at once."""
+    def _unwell(self, worker: Worker) -> None:
         worker.failures += 1
-        if worker.healthy and (gone or worker.failures >= DOWN_AFTER):
+        if worker.failures >= DOWN_AFTER:
+            self._down(worker)
+
+    def failed(self, worker: Worker, *, gone: bool = False) -> None:
+        """A turn failed by the worker's fault; `gone` (a refused connection) takes the worker out at once, until a
+        health check finds it."""
+        worker.breaker.failed()
+        if gone:
+            self._down(worker)
+
+    def _down(self, worker: Worker) -> None:
+        if worker.healthy:
             worker.healthy = False
             log.warning("worker %s is down", worker.id)

@@ -35,6 +35,7 @@ class MemoryStore:
         self._per_tenant: Counter[str] = Counter()
         self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._value_bytes = 0
+        self._workers: dict[str, bytes] = {}
 
     @property
     def degraded(self) -> bool:
@@ -166,6 +167,15 @@ class MemoryStore:
 
     async def discard(self, key: str) -> None:
         self._value_bytes -= len(self._values.pop(key, (0.0, b""))[1])
+
+    async def workers(self) -> dict[str, bytes] | None:
+        return dict(self._workers)
+
+    async def set_worker(self, worker: str, entry: bytes | None) -> None:
+        if entry is None:
+            self._workers.pop(worker, None)
+        else:
+            self._workers[worker] = entry
 
     async def sweep(self) -> list[Session]:
         gone = []

@@ -246,6 +246,24 @@ class RedisStore:
     async def discard(self, key: str) -> None:
         await self._call(self._redis.delete(_name("v", key)))
 
+    async def workers(self) -> dict[str, bytes] | None:
+        entries = await self._call(self._redis.hgetall(f"{PREFIX}workers"))
+        found = {}
+        for name, entry in entries.items():
+            try:
+                found[name.decode()] = self._seal.open(entry, name)
+            except SealError:
+                continue
+        return found
+
+    async def set_worker(self, worker: str, entry: bytes | None) -> None:
+        name = f"{PREFIX}workers"
+        if entry is None:
+            await self._call(self._redis.hdel(name, worker))
+        else:
+            await self._call(self._redis.hset(name, worker, self._seal.close(entry, worker.encode())))
+            await self._call(self._redis.pexpire(name, _MEMORY_TTL))
+
     async def sweep(self) -> list[Session]:
         for worker in sorted(self._workers):
             names = [_name(kind, worker) for kind in ("wk", "wx", "ws")]

@@ -176,6 +176,14 @@ class ResilientStore:
         await self._local.discard(key)
         await self._either(lambda: self._shared.discard(key), lambda: _nothing(None))
 
+    async def workers(self) -> dict[str, bytes] | None:
+        return await self._either(self._shared.workers, lambda: _nothing(None))
+
+    async def set_worker(self, worker: str, entry: bytes | None) -> None:
+        if self._down:
+            raise StoreDown("the session store is down")
+        await self._shared.set_worker(worker, entry)
+
     async def sweep(self) -> list[Session]:
         # Copies of sessions that live on elsewhere expire here too; the engine itself forgets what is unused.
         gone = await self._local.sweep()

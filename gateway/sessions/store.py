@@ -99,5 +99,11 @@ class SessionStore(Protocol):
     async def discard(self, key: str) -> None:
         """Forget a kept value."""
 
+    async def workers(self) -> dict[str, bytes] | None:
+        """Workers that admin APIs added, by id; None: the shared store cannot be asked now."""
+
+    async def set_worker(self, worker: str, entry: bytes | None) -> None:
+        """Write or remove (None) such a worker. Raises StoreDown."""
+
     async def sweep(self) -> list[Session]:
         """Forget sessions that were idle for too long; returns them so that workers can be told."""

@@ -20,6 +20,7 @@ _FIELDS = {
     "final": "x-agentkv-session-final",
     "token_limit": "x-agentkv-session-token-limit",
     "rebuild": "x-agentkv-session-rebuild",
+    "affinity": "x-agentkv-affinity",
 }
 _POLICY = re.compile(r"[a-z0-9_]{1,32}")
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Controls:
     final: bool = False
     token_limit: int | None = None
     rebuild: bool = False
+    affinity: str | None = None
 
 
 def read_controls(
@@ -72,6 +74,7 @@ def read_controls(
         final=bool(value("final", _flag)),
         token_limit=value("token_limit", _count),
         rebuild=bool(value("rebuild", _flag)),
+        affinity=value("affinity", _affinity),
     )
 
 
@@ -124,6 +127,12 @@ def _flag(place: str, text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0"):
         raise bad_request(f"{place} must be true or false.", param=place)
     return text.lower() in ("true", "1")
+
+
+def _affinity(place: str, text: str) -> str:
+    if text not in ("soft", "hard"):
+        raise bad_request(f"{place} must be soft or hard.", param=place)
+    return text
 
 
 def _count(place: str, text: str) -> int:

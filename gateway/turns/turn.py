@@ -117,9 +117,16 @@ class Turn:
         if self._worker is not None:
             return
         resident = await self._s.store.resident([worker.id for worker in self._s.registry])
+        hard = (self.plan.controls.affinity or self._s.settings.routing.affinity) == "hard"
         worker = place(
-            self._s.registry, self.plan.request.model, pinned=self._moved_from, resident=resident, tried=tried
+            self._s.registry,
+            self.plan.request.model,
+            pinned=self._moved_from,
+            resident=resident,
+            tried=tried,
+            saturated=None if hard else self._s.settings.routing.saturated,
         )
+        worker.breaker.chosen()
         # From the choice to here nothing awaits: a burst of new sessions sees each other's reservations.
         self._reserved = self._estimate(worker)
         worker.inflight += 1
@@ -157,6 +164,8 @@ class Turn:
             else:
                 self._s.metrics.upstream_errors.labels(worker.id, str(reply.status)).inc()
                 failure = client_error(reply.status, body)
+                if reply.status >= 500:
+                    self._s.registry.failed(worker)
                 if reply.status not in (502, 503):
                     raise failure
                 again = False
@@ -306,6 +315,8 @@ class Turn:
                         done = True
                     elif kind is Frame.ERROR:
                         self.failure = client_error(0, payload_of(frame))
+                        if self.failure.status >= 500:
+                            self._s.registry.failed(self._worker)
                     else:
                         ready.append(frame)
                 if ready:
@@ -380,6 +391,10 @@ class Turn:
             return
         self._settled = True
         worker = self._worker
+        if worker and assembly is not None:
+            worker.breaker.succeeded()
+        elif worker:
+            worker.breaker.let_go()
         if self.plan.lease and self._s.running.get(self.plan.lease.session.key) is self:
             del self._s.running[self.plan.lease.session.key]
         try:

@@ -68,7 +68,7 @@ def test_an_open_address_needs_keys(host: str) -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    settings = Settings(model_path=Path("/m"), api_key="k-secret", worker_key="w-secret", secret="h-secret")  # type: ignore[arg-type]
+    settings = Settings(model_path=Path("/m"), api_key="k-secret", worker_key="w-secret", secret="long-enough-secret")  # type: ignore[arg-type]
     assert "-secret" not in repr(settings) + settings.model_dump_json()
 
 

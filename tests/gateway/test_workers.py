@@ -25,7 +25,7 @@ def test_sessions_stay_where_they_are_and_spread_by_what_they_hold(start: Start)
 
 
 def test_a_lost_worker_hands_its_sessions_on(start: Start) -> None:
-    stack = start(engines=2, health_interval=60)
+    stack = start(engines=2, routing={"health_interval": 60})
     messages = [user("Hi")]
     first = stack.say(messages, headers={"X-AgentKV-Session": "s"})
     home = int(first["headers"]["x-agentkv-worker"][1])
@@ -76,7 +76,7 @@ def test_an_error_frame_of_the_engine_is_told_in_our_shape(stack: Stack) -> None
 
 
 def test_without_a_worker_the_gateway_says_so(start: Start) -> None:
-    stack = start(engines=1, health_interval=60)
+    stack = start(engines=1, routing={"health_interval": 60})
     stack.servers[0].stop()
     assert stack.post([user("Hi")]).status_code == 502
     reply = stack.post([user("Hi")])
