@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from agentkv_serve.gateway.sessions.ledger import Ledger
 
 
+def new_incarnation() -> str:
+    """A mark of one life of a session."""
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What identifies the agent that owns a session: digests of its system message and of its tools."""
@@ -34,7 +39,7 @@ class Session:
     id: str
     created: float
     used: float
-    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
+    incarnation: str = field(default_factory=new_incarnation)
     epoch: int = 0
     head: Head | None = None
     ledger: Ledger = field(default_factory=Ledger)

@@ -24,6 +24,7 @@ from agentkv_serve.gateway.sessions.ledger import Turn as LedgerTurn
 from agentkv_serve.gateway.sessions.ledger import concatenate, extend_runs, reasoning_digest
 from agentkv_serve.gateway.sessions.meaning import message_digest
 from agentkv_serve.gateway.sessions.rendering import Renderer
+from agentkv_serve.gateway.sessions.session import new_incarnation
 from agentkv_serve.gateway.sessions.store import Lease, LeaseLost, SessionStore
 from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.controls import say_budget
@@ -164,6 +165,8 @@ class Turn:
             else:
                 self._s.metrics.upstream_errors.labels(worker.id, str(reply.status)).inc()
                 failure = client_error(reply.status, body)
+                if failure.code == "session_conflict" and attempt == 1 and await self._start_over():
+                    continue
                 if reply.status >= 500:
                     self._s.registry.failed(worker)
                 if reply.status not in (502, 503):
@@ -172,6 +175,19 @@ class Turn:
             if attempt == 2 or self.aborted:
                 raise failure
             await self._redispatch(worker, failure, again)
+
+    async def _start_over(self) -> bool:
+        """The engine has seen later turns than the store knows of. False when another turn really has overtaken this
+        one; else the store lost them, and the session begins a new life in the engine."""
+        lease = self.plan.lease
+        if lease is None:
+            return False
+        try:
+            await self._s.store.bump(lease)
+        except LeaseLost:
+            return False
+        lease.session.incarnation = new_incarnation()
+        return True
 
     async def _redispatch(self, failed: Worker, failure: ApiError, again: bool) -> None:
         """Place the turn anew before its first byte; raises `failure` when no other worker can take it."""

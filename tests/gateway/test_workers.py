@@ -50,6 +50,18 @@ def test_a_restarted_worker_rebuilds(stack: Stack) -> None:
     assert stack.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"
 
 
+def test_a_session_whose_epochs_the_store_lost_begins_a_new_life(stack: Stack) -> None:
+    messages = [user("Hi")]
+    stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    (key,) = stack.engine.epochs
+    stack.engine.epochs[key] = 99
+    messages.append(user("More"))
+    reply = stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    assert reply["agentkv"]["state"] == "rebuilt"
+    messages.append(user("Again"))
+    assert stack.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"
+
+
 def test_a_worker_dying_in_a_stream_is_an_error_frame_and_nothing_is_recorded(start: Start) -> None:
     stack = start(engines=2)
     messages = [user("Hi")]
