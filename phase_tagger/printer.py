@@ -19,7 +19,7 @@ Confidence = Literal["high", "medium", "low"]
 Write = Callable[[Segment], str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Printed:
     """A rendered text and the fields found in it; `dropped`: (message index, part) that it does not show."""
 
@@ -29,7 +29,7 @@ class Printed:
     dropped: tuple[tuple[int, str], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Variant:
     """What some templates refuse, and how the same is said so that they accept it."""
 
@@ -82,11 +82,10 @@ class Printer:
             for everything in (True, False):
                 marker = Marker(alphabet)
                 try:
-                    marked = self._render(variant, self._writer(marker), everything)
+                    fields = marker.find(self._render(variant, self._writer(marker), everything), plain)
                 except TemplateError:
                     continue
-                text, fields = marker.find(marked)
-                if text == plain:
+                if fields is not None:
                     shown = {field.number for field in fields}
                     hidden = [s for number, s in enumerate(marker.segments) if number not in shown]
                     return Printed(plain, fields, "high", _places(hidden))
@@ -103,7 +102,7 @@ class Printer:
         first: TemplateError | None = None
         for variant in _VARIANTS:
             try:
-                return self._render(variant, lambda s: self._escaped(s).text, False), variant
+                return "".join(self._render(variant, lambda s: self._escaped(s).text, False)), variant
             except TemplateError as error:
                 first = first or error
         assert first is not None
@@ -115,18 +114,20 @@ class Printer:
         text = self.escape.sub(lambda match: match[0][0] + "\u200b" + match[0][1:], segment.text)
         return segment if text == segment.text else replace(segment, text=text)
 
-    def _render(self, variant: _Variant, write: Write, everything: bool) -> str:
+    def _render(self, variant: _Variant, write: Write, everything: bool) -> Iterator[str]:
         messages: list[JsonObject] = []
         for message in self.conversation.messages:
             messages += self._split(self._message(message, variant, write, everything), variant)
         tools = [_schema(tool, write) for tool in self.tools] if everything else self.tools
-        return self.template.render(
+        yield from self.template.stream(
             messages,
             tools or (None if variant.no_tools else []),
             add_generation_prompt=self.add_generation_prompt,
             arguments=self.arguments,
             now=self.now,
         )
+        for printed in messages:  # the template's frames refer to themselves and would keep the texts alive
+            printed.clear()
 
     def _split(self, message: JsonObject, variant: _Variant) -> list[JsonObject]:
         calls = message.get("tool_calls", [])

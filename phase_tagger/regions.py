@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .families.family import Family
-from .labels import Label, Run
+from .labels import Label
 from .sentinels import Field
 
 # What control tokens look like, for templates of no known family.
 _CONTROL = re.compile(r"<[|｜][^<>\n]{1,48}[|｜]>|</?[A-Za-z][\w:]*>|\[/?[A-Z_]+\]")
+_STRETCH = 1 << 14
 CharLabels = npt.NDArray[np.int8]
 
 
-@dataclass
+@dataclass(slots=True)
 class Span:
     """Neighbouring fields that form one region: a text, a result, all calls of a message, the tool schemas."""
 
@@ -51,6 +52,10 @@ class Regions:
             following = self.spans[index] if index < len(self.spans) else None
             self._gap(previous, following)
         self.initial = self._initial()
+
+    def release(self) -> None:
+        """Let go of the characters' labels, which are as large as the text."""
+        self.labels = np.zeros(0, np.int8)
 
     def turn_end_after(self, position: int) -> int:
         """Where the turn that holds `position` ends: its end marker, or the next turn's start; -1 if neither."""
@@ -199,30 +204,40 @@ class Regions:
         return "start"
 
 
-def token_runs(labels: CharLabels, starts: npt.NDArray[np.int32], offset: int = 0) -> list[Run]:
-    """Runs of tokens from the labels of characters.
+@dataclass(frozen=True, slots=True)
+class CharRuns:
+    """Labels of characters as runs: run i has `labels[i]` from character `starts[i]` on."""
 
-    `starts` int32 `[n]`: the character that each token starts at. A token takes the label of the first character
-    that it covers and that is not glue; pieces of one character share its label.
-    """
-    if not len(starts):
-        return []
-    ends = np.append(starts[1:], len(labels))
-    same = ends == starts
-    if same.any():  # pieces of one character: look up where the character ends
-        later = np.unique(starts)
-        ends = np.append(later[1:], len(labels))[np.searchsorted(later, starts)]
-    chosen = labels[np.minimum(starts, len(labels) - 1)].copy()
-    visible = np.flatnonzero(labels != Label.GLUE)
-    glue = np.flatnonzero(chosen == Label.GLUE)
-    if len(visible) and len(glue):
-        place = np.searchsorted(visible, starts[glue])
-        first = visible[np.minimum(place, len(visible) - 1)]
-        covered = (first >= starts[glue]) & (first < ends[glue])
-        chosen[glue[covered]] = labels[first[covered]]
-    edges = np.flatnonzero(np.diff(chosen)) + 1
-    bounds = [0, *edges.tolist(), len(chosen)]
-    return [(offset + begin, offset + end, Label(int(chosen[begin]))) for begin, end in pairwise(bounds)]
+    starts: npt.NDArray[np.int64]
+    labels: CharLabels
+
+    @classmethod
+    def of(cls, labels: CharLabels) -> CharRuns:
+        """Runs of an array of labels, looked at in stretches to keep the temporary arrays small."""
+        edges = [np.zeros(min(len(labels), 1), np.int64)]
+        for begin in range(1, len(labels), _STRETCH):
+            now, before = labels[begin : begin + _STRETCH], labels[begin - 1 : begin + _STRETCH - 1]
+            edges.append(np.flatnonzero(now != before[: len(now)]) + begin)
+        starts = np.concatenate(edges)
+        return cls(starts, labels[starts])
+
+    def tokens(self, starts: npt.NDArray[np.int32]) -> CharLabels:
+        """Labels `[n]` of tokens that start at the characters `starts` int32 `[n]`; each ends where the next begins.
+
+        A token takes the label of the first character that it covers and that is not glue; the pieces of one
+        character share its label.
+        """
+        chosen = self.labels[np.searchsorted(self.starts, starts, "right") - 1]
+        first, last = np.searchsorted(self.starts, (starts[0], starts[-1]), "right")
+        for run in range(int(first), int(last)):
+            # A token that begins in glue and reaches into this run belongs to it.
+            if self.labels[run] != Label.GLUE and self.labels[run - 1] == Label.GLUE:
+                token = int(np.searchsorted(starts, self.starts[run])) - 1
+                if token + 1 < len(starts) and starts[token + 1] == self.starts[run]:
+                    continue
+                same = np.searchsorted(starts, starts[token])
+                chosen[same : token + 1] = self.labels[run]
+        return chosen
 
 
 def _either(texts: tuple[str, ...]) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,10 +14,9 @@ import numpy.typing as npt
 from .chat_format import ChatFormat
 from .families.family import Family
 from .formats.chat import Conversation, Dialect, JsonObject, Message, Segment, read_messages
-from .labels import Label, Run, extend_runs, shift_runs
+from .labels import Label, Run, extend_runs, runs_of_array, shift_runs
 from .printer import Confidence, Printed, Printer
-from .regions import Regions, token_runs
-from .sentinels import Field
+from .regions import CharRuns, Regions
 from .template import TemplateError
 
 _LEDGER = -1  # message index of the assistant turn that the ledger holds already
@@ -27,7 +27,7 @@ class AppendError(ValueError):
     """The messages cannot be appended to a ledger: no assistant turn stands before them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Where one string of a message stands: tokens `[start, end)`, in positions like those of the runs."""
 
@@ -191,17 +191,21 @@ def _finish(
 ) -> Rendered:
     """Tokenise the characters of the window and carry the labels over to the tokens."""
     begin, end = window
-    tokens, starts = chat.vocabulary.encode(printed.text[begin:end])
-    labels = regions.labels[begin:end]
     if printed.confidence == "low":
-        labels[:] = Label.INPUT
-    runs = token_runs(labels, starts, offset)
+        regions.labels[:] = Label.INPUT
+    characters = CharRuns.of(regions.labels[begin:end])
+    regions.release()
+    shown = [f for f in printed.fields if f.start >= begin and f.segment.part not in ("argument", "schema")]
+    edges = np.array([(f.start - begin, f.end - begin) for f in shown], np.int64).reshape(-1)
+    tokens, runs, places = _tokenise(chat, printed.text[begin:end], characters, edges, offset)
     initial = "act" if options.constrained and regions.initial != "think" else regions.initial
     if options.continue_final:
         initial = {Label.THINK: "think", Label.ACT: "act"}.get(runs[-1][2], "say") if runs else "start"
-    shown = [f for f in printed.fields if f.start >= begin and f.segment.part not in ("argument", "schema")]
-    parts = tuple(_part(found, starts, begin, offset) for found in shown)
-    added = np.isin(tokens, list(chat.vocabulary.added))
+    parts = tuple(
+        Part(f.segment.message, f.segment.part, Label(f.segment.label or 0), offset + first, offset + last)
+        for f, (first, last) in zip(shown, places.reshape(-1, 2).tolist(), strict=True)
+    )
+    added = chat.vocabulary.is_added
     given = [part for part in parts if part.label in (Label.INPUT, Label.TOOL)]
     return Rendered(
         tokens,
@@ -211,16 +215,25 @@ def _finish(
         printed.confidence,
         tuple(place for place in printed.dropped if place[0] >= 0),
         unknown_parts,
-        sum(int(added[part.start - offset : part.end - offset].sum()) for part in given),
+        sum(int(added[tokens[part.start - offset : part.end - offset]].sum()) for part in given),
         parts,
     )
 
 
-def _part(found: Field, starts: npt.NDArray[np.int32], begin: int, offset: int) -> Part:
-    first, last = np.searchsorted(starts, (found.start - begin, found.end - begin))
-    segment = found.segment
-    assert segment.label is not None
-    return Part(segment.message, segment.part, segment.label, offset + int(first), offset + int(last))
+def _tokenise(
+    chat: ChatFormat, text: str, characters: CharRuns, edges: npt.NDArray[np.int64], offset: int
+) -> tuple[npt.NDArray[np.int32], list[Run], npt.NDArray[np.int64]]:
+    """Ids `[n]` and runs of the text, and the first token at or after each character of `edges`."""
+    ids = array("i")  # grows in place: nothing as long as the text is held twice
+    runs: list[Run] = []
+    places = np.zeros(len(edges), np.int64)
+    for numbers, starts in chat.vocabulary.pieces(text):
+        if len(numbers):
+            piece = runs_of_array(characters.tokens(starts))
+            extend_runs(runs, shift_runs(piece, offset + len(ids)))
+            places += np.searchsorted(starts, edges)
+            ids.frombytes(numbers.tobytes())
+    return np.frombuffer(ids, np.int32), runs, places
 
 
 def _join(

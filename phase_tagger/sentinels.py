@@ -9,6 +9,7 @@ one of those, from private-use planes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .formats.chat import Segment
@@ -16,17 +17,13 @@ from .formats.chat import Segment
 _BASES = (0x80, 0xF0000, 0x100000, 0xE000, 0xF8000)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Alphabet:
     """Characters of the marks: `open`, `close`, and eight digits."""
 
     open: str
     close: str
     digits: str
-
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        return re.compile(f"([{self.open}{self.close}])([{self.digits}]+)")
 
     def number(self, value: int) -> str:
         return "".join(self.digits[int(digit)] for digit in f"{value:o}")
@@ -49,7 +46,7 @@ def choose_alphabet(text: str) -> Alphabet | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Field:
     """A segment found in the rendered text at characters `[start, end)`."""
 
@@ -65,6 +62,7 @@ class Marker:
     def __init__(self, alphabet: Alphabet) -> None:
         self.alphabet = alphabet
         self.segments: list[Segment] = []
+        self._pattern = re.compile(f"([{alphabet.open}{alphabet.close}])([{alphabet.digits}]+)")
 
     def mark(self, segment: Segment) -> str:
         """The segment's text with its two marks; text without a visible character stays as it is."""
@@ -77,32 +75,42 @@ class Marker:
         opened, closed = self.alphabet.open + number, self.alphabet.close + number
         return text[: begin + 1] + opened + text[begin + 1 : end] + closed + text[end:]
 
-    def find(self, marked: str) -> tuple[str, list[Field]]:
-        """The text without marks, and the fields in the order of the text."""
-        pieces: list[str] = []
+    def find(self, marked: Iterable[str], plain: str) -> list[Field] | None:
+        """The fields in the order of the text, if `marked` without its marks is `plain`; else None.
+
+        `marked` comes in pieces that cut no mark, so that it is never held as a whole.
+        """
         opened: dict[int, int] = {}
         fields: list[Field] = []
-        length = last = 0
         half: list[tuple[int, int, bool]] = []
-        for match in self.alphabet.pattern.finditer(marked):
-            piece = marked[last : match.start()]
-            pieces.append(piece)
-            length, last = length + len(piece), match.end()
-            number = self.alphabet.value(match[2])
-            if match[1] == self.alphabet.open:
-                opened[number] = length
-            elif number in opened:
-                start = opened.pop(number) - 1
-                fields.append(Field(self.segments[number], max(start, 0), length, number))
-            else:
-                half.append((number, length, False))
-        pieces.append(marked[last:])
-        text = "".join(pieces)
+        length = 0
+        for piece in marked:
+            last = 0
+            for match in self._pattern.finditer(piece):
+                text = piece[last : match.start()]
+                if not plain.startswith(text, length):
+                    return None
+                length, last = length + len(text), match.end()
+                number = self.alphabet.value(match[2])
+                if number >= len(self.segments):
+                    return None
+                if match[1] == self.alphabet.open:
+                    opened[number] = length
+                elif number in opened:
+                    start = opened.pop(number) - 1
+                    fields.append(Field(self.segments[number], max(start, 0), length, number))
+                else:
+                    half.append((number, length, False))
+            text = piece[last:]
+            if not plain.startswith(text, length):
+                return None
+            length += len(text)
+        if length != len(plain):
+            return None
         half += [(number, at, True) for number, at in opened.items()]
-        fields += [self._half(text, *mark) for mark in half]
-        fields = [_grow(text, field) for field in fields]
-        fields.sort(key=lambda field: (field.start, field.end))
-        return text, fields
+        fields += [self._half(plain, *mark) for mark in half]
+        fields = [_grow(plain, field) for field in fields]
+        return sorted(fields, key=lambda field: (field.start, field.end))
 
     def _half(self, text: str, number: int, at: int, is_open: bool) -> Field:
         """The template cut the string: keep what is left on the side of the mark that survived."""

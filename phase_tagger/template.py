@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -45,12 +45,25 @@ class ChatTemplate:
 
         The template may change the message objects that it is given. Raises `TemplateError`.
         """
+        pieces = self.stream(messages, tools, add_generation_prompt=add_generation_prompt, arguments=arguments, now=now)
+        return "".join(pieces)
+
+    def stream(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> Iterator[str]:
+        """As `render`, piece by piece, so that a long prompt need not be held twice."""
         values = {**self.tokens, **(arguments or {})}
         values |= {"messages": list(messages), "tools": None if tools is None else list(tools)}
         values |= {"add_generation_prompt": add_generation_prompt}
         values |= {"strftime_now": lambda form: (now or datetime.now()).strftime(form)}
         try:
-            return self._template.render(values)
+            yield from self._template.generate(values)
         except jinja2.TemplateError as error:
             raise TemplateError(str(error)) from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError) as error:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 Ids = npt.NDArray[np.int32]
-PIECE = 1 << 14  # characters; longer texts are cut at control tokens so that memory stays bounded
+PIECE = 1 << 11  # characters; longer texts are cut at control tokens so that memory stays bounded
 
 
 class TokenizerError(ValueError):
@@ -39,6 +39,13 @@ class Vocabulary:
         """One more than the highest token id."""
         return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    @cached_property
+    def is_added(self) -> npt.NDArray[np.bool_]:
+        """Whether each id `[V]` is an added (control) token."""
+        mask = np.zeros(self.size, np.bool_)
+        mask[list(self.added)] = True
+        return mask
+
     def id_of(self, token: str) -> int | None:
         """Id of an added (control) token by its text; None when the text is no single control token."""
         return self._names.get(token)
@@ -48,10 +55,13 @@ class Vocabulary:
 
         Byte pieces of one character all start at that character.
         """
-        parts = [self._encode(piece, base) for base, piece in self._pieces(text)]
-        if len(parts) == 1:
-            return parts[0]
+        parts = list(self.pieces(text))
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([starts for _, starts in parts])
+
+    def pieces(self, text: str) -> Iterator[tuple[Ids, Ids]]:
+        """As `encode`, piece by piece: a long text is cut where the tokenizer itself cuts it."""
+        for base, piece in self._pieces(text):
+            yield self._encode(piece, base)
 
     def decode(self, ids: Any) -> str:
         """Text of token ids, control tokens included."""
@@ -91,7 +101,6 @@ class Vocabulary:
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _pieces(self, text: str) -> Iterator[tuple[int, str]]:
-        """Cut a long text before control tokens, where the tokenizer itself cuts it."""
         begin = last = 0
         if len(text) > PIECE and self._cuttable:
             for match in self._special.finditer(text):

@@ -11,7 +11,7 @@ GPT_OSS = Family(
     turn_start=("<|start|>",),
     channels=True,
     needs=("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
-    drift="C",
+    drift="B",
     unserved="attention sinks and interleaved sliding windows",
 )
 FAMILIES = (GPT_OSS,)

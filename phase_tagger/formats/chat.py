@@ -35,7 +35,7 @@ class MessageError(ValueError):
     """A message that is no chat message at all; the text names its place."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A piece of one message's text. `label` None: a marker that the assistant wrote, owned by its neighbour."""
 
@@ -45,7 +45,7 @@ class Segment:
     part: str  # content, reasoning, call, result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One tool call: `arguments` is the parsed object, or the text when it is no JSON object."""
 
@@ -54,7 +54,7 @@ class Call:
     arguments: JsonObject | str
 
 
-@dataclass
+@dataclass(slots=True)
 class Message:
     """One message: its role for the template, and its parts."""
 
@@ -79,7 +79,7 @@ class Message:
         yield from (call.name for call in self.calls)
 
 
-@dataclass
+@dataclass(slots=True)
 class Conversation:
     """Messages, and how many parts nobody knows (they are left out of the prompt and labelled input)."""
 

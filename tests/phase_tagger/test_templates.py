@@ -43,7 +43,7 @@ def test_injected_markers_change_no_label_under_any_template(measured: list[Row]
         ("llama.cpp/deepseek-ai-DeepSeek-V3.1", "deepseek-v3.1", "C"),
         ("llama.cpp/deepseek-ai-DeepSeek-V3.2", "deepseek-v3.2", "B"),
         ("llama.cpp/deepseek-ai-DeepSeek-V4", "deepseek-v4", "A"),
-        ("trl/gptoss", "gpt-oss", "C"),
+        ("trl/gptoss", "gpt-oss", "B"),
         ("llama.cpp/mistralai-Mistral-Nemo-Instruct-2407", "mistral", "D"),
         ("llama.cpp/mistralai-Ministral-3-14B-Reasoning-2512", "magistral", "A"),
         ("trl/glm4moe", "glm4", "B"),
