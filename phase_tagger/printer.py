@@ -19,7 +19,7 @@ Confidence = Literal["high", "medium", "low"]
 Write = Callable[[Segment], str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Printed:
     """A rendered text and the fields found in it; `dropped`: (message index, part) that it does not show."""
 

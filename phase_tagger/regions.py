@@ -54,8 +54,8 @@ class Regions:
         self.initial = self._initial()
 
     def release(self) -> None:
-        """Let go of the characters' labels, which are as large as the text."""
-        self.labels = np.zeros(0, np.int8)
+        """Let go of the text and all that is as large."""
+        self.text, self.spans, self.labels = "", [], np.zeros(0, np.int8)
 
     def turn_end_after(self, position: int) -> int:
         """Where the turn that holds `position` ends: its end marker, or the next turn's start; -1 if neither."""

@@ -104,7 +104,9 @@ def render_prompt(
     end = len(printed.text)
     if options.continue_final and conversation.messages and conversation.messages[-1].role == "assistant":
         end = regions.spans[-1].end if regions.spans else end
-    return _finish(chat, printed, regions, (0, end), options, 0, conversation.unknown_parts)
+    unknown = conversation.unknown_parts
+    del conversation  # many small objects, not needed while the text is tokenised
+    return _finish(chat, printed, regions, (0, end), options, 0, unknown)
 
 
 def render_appended(
@@ -194,10 +196,13 @@ def _finish(
     if printed.confidence == "low":
         regions.labels[:] = Label.INPUT
     characters = CharRuns.of(regions.labels[begin:end])
-    regions.release()
     shown = [f for f in printed.fields if f.start >= begin and f.segment.part not in ("argument", "schema")]
     edges = np.array([(f.start - begin, f.end - begin) for f in shown], np.int64).reshape(-1)
-    tokens, runs, places = _tokenise(chat, printed.text[begin:end], characters, edges, offset)
+    text = printed.text[begin:end]
+    printed.text, printed.fields = "", []
+    regions.release()
+    tokens, runs, places = _tokenise(chat, text, characters, edges, offset)
+    del text  # from here on nothing as large as the text but the ids
     initial = "act" if options.constrained and regions.initial != "think" else regions.initial
     if options.continue_final:
         initial = {Label.THINK: "think", Label.ACT: "act"}.get(runs[-1][2], "say") if runs else "start"

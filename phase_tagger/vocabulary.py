@@ -112,8 +112,9 @@ class Vocabulary:
 
     def _encode(self, piece: str, base: int) -> tuple[Ids, Ids]:
         encoding = self.tokenizer.encode(piece, add_special_tokens=False)
-        starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(encoding))
-        return np.asarray(encoding.ids, np.int32), starts + base
+        place = encoding.token_to_chars  # one at a time: the list of all offsets is many times the text
+        starts = np.fromiter(((place(token) or (0, 0))[0] for token in range(len(encoding))), np.int32, len(encoding))
+        return np.asarray(encoding.ids, np.int32), starts + np.int32(base)
 
 
 def _open(source: Any) -> Tokenizer:
