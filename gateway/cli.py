@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +13,7 @@ import uvicorn
 from pydantic import ValidationError
 
 from agentkv_serve.gateway.app import create_app
+from agentkv_serve.gateway.logs import configure
 from agentkv_serve.gateway.settings import Settings, load_settings
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -29,7 +33,7 @@ def gateway(
         list[str] | None, typer.Option("--set", help="Any setting as dotted.name=value; repeat for several.")
     ] = None,
     check_config: Annotated[bool, typer.Option("--check-config", help="Check the settings and stop.")] = False,
-    log_level: Annotated[str, typer.Option(help="Log level.")] = "info",
+    log_level: Annotated[str | None, typer.Option(help="Log level (default info).")] = None,
 ) -> None:
     """Start the session gateway. Settings: flags over AGENTKV_GATEWAY_* variables over --config."""
     flags: dict[str, Any] = {
@@ -44,6 +48,8 @@ def gateway(
         given["workers"] = [{"url": url} for url in worker]
     if budget is not None:
         given["budget"] = {"default": budget}
+    if log_level is not None:
+        given["log"] = {"level": log_level}
     for item in set_ or ():
         _assign(given, item)
     try:
@@ -54,16 +60,37 @@ def gateway(
     if check_config:
         typer.echo(settings.model_dump_json(indent=2))
         return
-    serve(settings, log_level)
+    serve(settings)
 
 
-def serve(settings: Settings, log_level: str = "info") -> None:
+class Server(uvicorn.Server):
+    """Says that it stops before it stops, so that load balancers look elsewhere in time."""
+
+    def __init__(self, config: uvicorn.Config, delay: float, stopping: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._delay = delay
+        self._stopping = stopping
+        self._told = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: not ready any more, and after the delay no new requests; second signal: at once."""
+        if self._told or not self._delay:
+            super().handle_exit(sig, frame)
+            return
+        self._told = True
+        self._stopping()
+        asyncio.get_running_loop().call_later(self._delay, super().handle_exit, sig, frame)
+
+
+def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; running streams are finished within `shutdown_grace`."""
-    uvicorn.run(
-        create_app(settings),
+    configure(settings.log)
+    application = create_app(settings)
+    config = uvicorn.Config(
+        application,
         host=settings.host,
         port=settings.port,
-        log_level=log_level,
+        log_config=None,
         access_log=False,
         loop="uvloop",
         http="httptools",
@@ -72,6 +99,11 @@ def serve(settings: Settings, log_level: str = "info") -> None:
         server_header=False,
         date_header=False,
     )
+
+    def stopping() -> None:
+        application.state.runtime.stopping = True
+
+    Server(config, settings.shutdown_delay, stopping).run()
 
 
 def _assign(target: dict[str, Any], item: str) -> None:

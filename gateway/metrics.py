@@ -29,6 +29,31 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.itl = Histogram(
+            "agentkv_inter_token_seconds",
+            "Mean time between output tokens of a streamed turn.",
+            buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2),
+            registry=registry,
+        )
+        self.budgets = Histogram(
+            "agentkv_budget_tokens",
+            "KV budgets of turns; full ones count as infinite.",
+            buckets=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+            registry=registry,
+        )
+        self.held = Histogram(
+            "agentkv_held_tokens",
+            "KV tokens that a session holds after a turn.",
+            buckets=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+            registry=registry,
+        )
+        self.store_seconds = Histogram(
+            "agentkv_store_seconds",
+            "Time of a call to the shared session store.",
+            ["outcome"],
+            buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+            registry=registry,
+        )
         self.turns = Counter(
             "agentkv_turns_total",
             "Turns by the state that the engine reported.",

@@ -23,6 +23,7 @@ from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.sessions.store import SessionStore
 from agentkv_serve.gateway.settings import Settings, WorkerSettings
+from agentkv_serve.gateway.telemetry import Tracing
 from agentkv_serve.gateway.turns.plan import Planner
 from agentkv_serve.gateway.turns.turn import Services
 from agentkv_serve.gateway.upstream.client import EngineClient
@@ -43,12 +44,13 @@ class Runtime:
         self.metrics = Metrics()
         self.client = EngineClient(settings.upstream)
         self.registry = Registry((self.worker_of(worker) for worker in settings.workers), self.client)
-        self.store: SessionStore = open_store(settings, self._store_changed)
+        self.store: SessionStore = open_store(settings, self._store_changed, self._store_called)
         secret = settings.secret.get_secret_value().encode() if settings.secret else secrets.token_bytes(32)
         before = settings.previous_secret
         self.keys = Keys(secret, before.get_secret_value().encode() if before else None)
         self.planner = Planner(settings, self.store, self.registry, renderer, self.keys, time.time)
         self.services = Services(settings, self.store, self.registry, self.client, renderer, self.keys, self.metrics)
+        self.tracing = Tracing(settings.telemetry)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Runtime:
@@ -67,6 +69,7 @@ class Runtime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.store.close()
         await self.client.close()
+        await asyncio.to_thread(self.tracing.close)
 
     def worker_of(self, worker: WorkerSettings) -> Worker:
         """A worker of this gateway."""
@@ -111,6 +114,9 @@ class Runtime:
                 await self._check_workers()
             except Exception:
                 log.exception("checking the workers failed")
+
+    def _store_called(self, seconds: float, well: bool) -> None:
+        self.metrics.store_seconds.labels("ok" if well else "failed").observe(seconds)
 
     def _store_changed(self, down: bool) -> None:
         self.metrics.store_down.set(int(down))

@@ -158,6 +158,20 @@ class StreamSettings(_Part):
     kind: Literal["chunk", "comment"] = "chunk"
 
 
+class TelemetrySettings(_Part):
+    """Traces go to `otlp_endpoint` (OTLP over HTTP, with its path: http://host:4318/v1/traces); None: nowhere."""
+
+    otlp_endpoint: str | None = None
+    service_name: str = "agentkv-gateway"
+
+
+class LogSettings(_Part):
+    """How the process logs."""
+
+    level: Literal["debug", "info", "warning", "error", "critical"] = "info"
+    format: Literal["json", "text"] = "text"
+
+
 class Settings(BaseSettings):
     """Settings of one gateway process; immutable once read."""
 
@@ -188,6 +202,9 @@ class Settings(BaseSettings):
     upstream: UpstreamSettings = UpstreamSettings()
     stream: StreamSettings = StreamSettings()
     routing: RoutingSettings = RoutingSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    log: LogSettings = LogSettings()
+    shutdown_delay: Annotated[float, Field(ge=0)] = 0
     shutdown_grace: Seconds = 30
 
     @model_validator(mode="after")

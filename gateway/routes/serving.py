@@ -26,7 +26,8 @@ async def serve_turn(request: Request, tenant: Tenant, chat: ChatRequest, dialec
     handed_on = False
     try:
         plan = await departure.unless_gone(runtime.planner.plan(chat, tenant, request.headers))
-        turn = Turn(runtime.services, plan)
+        request_id = request.scope["state"]["request_id"]
+        turn = Turn(runtime.services, plan, runtime.tracing.begin(request.headers, chat.model), request_id)
         departure.then(turn.abort)
         await turn.place()
         opening = asyncio.create_task(turn.open())

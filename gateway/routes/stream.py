@@ -64,6 +64,10 @@ class TurnStream(Response):
             await self._write(send, dialect.failure(error))
         except ClientGone:
             return
+        except asyncio.CancelledError:
+            stopping = ApiError(503, "gateway_stopping", "The gateway stops; send the turn again.")
+            await self._write(send, dialect.failure(stopping))
+            raise
 
     async def _ping(self, send: Send) -> None:
         while True:

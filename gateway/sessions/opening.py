@@ -22,15 +22,22 @@ from agentkv_serve.gateway.sessions.store import SessionStore
 from agentkv_serve.gateway.settings import Settings, StoreSettings
 
 
-def open_store(settings: Settings, on_change: Callable[[bool], None]) -> SessionStore:
-    """The in-process store, or Redis with this process's copies behind it. `on_change` hears of outages."""
+def open_store(
+    settings: Settings,
+    on_change: Callable[[bool], None],
+    on_call: Callable[[float, bool], None] = lambda seconds, well: None,
+) -> SessionStore:
+    """The in-process store, or Redis with this process's copies behind it. `on_change` hears of outages, `on_call` of
+    the seconds and success of each call."""
     ttl = settings.sessions.idle_ttl
     local = MemoryStore(ttl, time.time)
     if settings.store.url is None:
         return local
     key = settings.store.ledger_key
     seal = Seal(base64.b64decode(key.get_secret_value()) if key else None)
-    shared = RedisStore(_connect(settings.store), idle_ttl=ttl, clock=time.time, seal=seal, lease=settings.store.lease)
+    shared = RedisStore(
+        _connect(settings.store), idle_ttl=ttl, clock=time.time, seal=seal, lease=settings.store.lease, on_call=on_call
+    )
     return ResilientStore(shared, local, on_change)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import hashlib
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -54,6 +55,7 @@ class RedisStore:
         seal: Seal,
         lease: float = 30.0,
         cached_sessions: int = 10_000,
+        on_call: Callable[[float, bool], None] = lambda seconds, well: None,
     ) -> None:
         self._redis = client
         self._ttl = int(idle_ttl * 1000)
@@ -61,6 +63,7 @@ class RedisStore:
         self._seal = seal
         self._lease = lease
         self._cached = cached_sessions
+        self._on_call = on_call
         self._cache: OrderedDict[str, tuple[str, dict[bytes, Turn]]] = OrderedDict()
         self._renewals: dict[str, asyncio.Task[None]] = {}
         self._unheard: list[tuple[str, str]] = []
@@ -349,12 +352,15 @@ class RedisStore:
             return await self._call(self._redis.eval(text, len(keys), *keys, *arguments))
 
     async def _call(self, command: Any) -> Any:
+        started = time.perf_counter()
         try:
             reply = await cast("asyncio.Future[Any]", command)
         except NoScriptError:
             raise
         except (RedisError, OSError, TimeoutError) as error:
+            self._on_call(time.perf_counter() - started, False)
             raise StoreDown(f"{type(error).__name__}: {error}") from error
+        self._on_call(time.perf_counter() - started, True)
         task = asyncio.current_task()
         if task and task.cancelling():
             # The client library may swallow a cancellation that meets a command on its way.

@@ -27,6 +27,7 @@ from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.sessions.session import new_incarnation
 from agentkv_serve.gateway.sessions.store import Lease, LeaseLost, SessionStore
 from agentkv_serve.gateway.settings import Settings
+from agentkv_serve.gateway.telemetry import TurnTrace
 from agentkv_serve.gateway.turns.controls import say_budget
 from agentkv_serve.gateway.turns.departure import ClientGone
 from agentkv_serve.gateway.turns.plan import Kind, Plan, unique_calls
@@ -74,13 +75,15 @@ class Turn:
     stop, and the running call goes on until the worker's end so that the session is not used by two turns at once.
     """
 
-    def __init__(self, services: Services, plan: Plan) -> None:
+    def __init__(self, services: Services, plan: Plan, trace: TurnTrace, request_id: str) -> None:
         self.plan = plan
         self.aborted = False
         self.facts = Facts()
         self.usage: dict[str, Any] = {}
         self.failure: ApiError | None = None
         self._s = services
+        self._trace = trace
+        self._request_id = request_id
         self._rid = ""
         self._worker: Worker | None = None
         self._moved_from = plan.lease.session.worker if plan.lease else ""
@@ -92,6 +95,7 @@ class Turn:
         self._settled = False
         self._dispatched = False
         self._started = time.monotonic()
+        self._first = self._last = 0.0
         if plan.lease:
             services.running[plan.lease.session.key] = self
 
@@ -206,7 +210,9 @@ class Turn:
         self._rid = secrets.token_hex(16)
         self._dispatched = True
         task = asyncio.create_task(
-            self._s.client.generate(worker, self._body(), path=self.plan.request.path, headers=FRAMED)
+            self._s.client.generate(
+                worker, self._body(), path=self.plan.request.path, headers={**FRAMED, **self._trace.headers}
+            )
         )
         self._dispatching = task
         try:
@@ -308,6 +314,14 @@ class Turn:
         """The content frames of the stream, as they arrive: the engine's bytes. At the end the session is settled;
         `failure` then says what went wrong, or is None, and `usage` is the usage frame, if there was one.
         """
+        try:
+            async for ready in self._contents():
+                yield ready
+        finally:
+            # Also when the stream is broken off from this side, as at the end of the process.
+            await self._settle(None)
+
+    async def _contents(self) -> AsyncIterator[list[bytes]]:
         assert self._reply is not None and self._worker is not None
         cutter, content = FrameCutter(), list[bytes]()
         expected, done = self.state, False
@@ -318,7 +332,7 @@ class Turn:
                     kind = kind_of(frame)
                     if kind is Frame.CONTENT:
                         if not content:
-                            self._s.metrics.ttft.observe(time.monotonic() - self._started)
+                            self._first_token()
                         if b'"finish_reason":null' not in frame:
                             self._finishing = True
                         content.append(frame)
@@ -336,6 +350,7 @@ class Turn:
                     else:
                         ready.append(frame)
                 if ready:
+                    self._last = time.monotonic()
                     yield ready
         except UpstreamError as error:
             log.warning("worker %s broke off a stream: %s", self._worker.id, error)
@@ -346,6 +361,11 @@ class Turn:
             self._s.metrics.mismatches.labels(expected, self.state).inc()
         if self.usage:
             self.usage["usage"] = usage_of(self.usage["usage"], self)
+
+    def _first_token(self) -> None:
+        self._first = self._last = time.monotonic()
+        self._s.metrics.ttft.observe(self._first - self._started)
+        self._trace.first_token()
 
     async def whole(self) -> dict[str, Any]:
         """The reply that is not streamed. Raises ApiError; the session is settled either way."""
@@ -420,6 +440,45 @@ class Turn:
             self._unplace()
             if self._reply:
                 self._reply.close()
+            self._tell(assembly)
+
+    def _tell(self, assembly: Assembly | None) -> None:
+        """Log and trace the end of the turn; nothing of its content."""
+        plan, facts, worker = self.plan, self.facts, self._worker
+        generated = len(facts.output_ids or ())
+        if generated > 1 and self._first:
+            self._s.metrics.itl.observe((self._last - self._first) / (generated - 1))
+        outcome = assembly.finish if assembly else "aborted" if self.aborted else "failed"
+        facts_told = {
+            "tenant": plan.tenant.name,
+            "session": plan.lease.session.key[:16] if plan.lease else None,
+            "state": self.state,
+            "reason": self.reason or plan.why_stateless or None,
+            "worker": worker.id if worker else None,
+            "prompt_tokens": plan.prompt_tokens or None,
+            "prefill_tokens": facts.prefill,
+            "output_tokens": generated,
+            "kv_tokens": facts.held,
+        }
+        error = self.failure.code if self.failure else None if assembly else outcome
+        log.info(
+            "turn %s",
+            outcome,
+            extra={
+                **facts_told,
+                "request_id": self._request_id,
+                "model": plan.request.model,
+                "seconds": round(time.monotonic() - self._started, 4),
+                "error": error,
+            },
+        )
+        attributes: dict[str, Any] = {f"agentkv.{name}": value for name, value in facts_told.items()}
+        attributes |= {
+            "gen_ai.usage.input_tokens": plan.prompt_tokens or None,
+            "gen_ai.usage.output_tokens": generated,
+            "gen_ai.response.finish_reasons": [outcome] if assembly else None,
+        }
+        self._trace.end(attributes, error)
 
     async def _settle_session(self, plan: Plan, worker: Worker | None, assembly: Assembly | None) -> None:
         lease = plan.lease
@@ -444,6 +503,8 @@ class Turn:
             self._s.metrics.uncommitted.labels("lease_lost").inc()
             return
         self._s.metrics.turns.labels(self.state, self.reason or "").inc()
+        self._s.metrics.budgets.observe(plan.budget or float("inf"))
+        self._s.metrics.held.observe(self.facts.held)
         self._s.metrics.tokens.labels("prompt").inc(plan.prompt_tokens)
         self._s.metrics.tokens.labels("prefilled").inc(self.facts.prefill)
         self._s.metrics.tokens.labels("generated").inc(len(self.facts.output_ids or ()))
