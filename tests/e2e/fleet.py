@@ -12,7 +12,6 @@ from oracle import Replay, Settings, load_model
 from server import STOCK_ENV, Conversation, Server, agentkv_command, stock_command
 from transformers import AutoTokenizer
 
-FP32 = ("--dtype", "float32")
 PAGED = (
     *("--page-size", "16", "--chunked-prefill-size", "256"),
     *("--max-total-tokens", "16384", "--decode-log-interval", "1"),
@@ -27,13 +26,13 @@ class Fleet:
         self.folder = folder
         self.servers: dict[tuple[str, ...], Server] = {}
 
-    def stock(self, model: Path, *flags: str, **env: str) -> Server:
+    def stock(self, model: Path, *flags: str, dtype: str = "float32", **env: str) -> Server:
         """SGLang without the plug-in."""
-        return self._get(stock_command(model, *FP32, *flags), {**STOCK_ENV, **env})
+        return self._get(stock_command(model, "--dtype", dtype, *flags), {**STOCK_ENV, **env})
 
-    def agentkv(self, model: Path, *flags: str, **env: str) -> Server:
+    def agentkv(self, model: Path, *flags: str, dtype: str = "float32", **env: str) -> Server:
         """SGLang with the plug-in; its compactions are written to `server.dumps`."""
-        return self._get(agentkv_command(model, *FP32, *flags), env)
+        return self._get(agentkv_command(model, "--dtype", dtype, *flags), env)
 
     def _get(self, command: list[str], env: dict[str, str]) -> Server:
         key = (*command, *(f"{name}={value}" for name, value in sorted(env.items())))

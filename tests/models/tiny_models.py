@@ -89,6 +89,31 @@ FAMILIES = {
     ),
 }
 
+REFUSED = {
+    # family -> what its attention has that a compressed row cannot serve
+    "gemma2": Family("Gemma2Config", {"sliding_window": 64, "query_pre_attn_scalar": 16}),
+    "deepseek-mla": Family(
+        "DeepseekV2Config",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "nemotron-nas-varied-heads": Family(
+        "DeciLMConfig",
+        {"num_hidden_layers": 2, "block_configs": [_block(2, 1.0), _block(4, 1.0)]},
+    ),
+}
+
 
 def write_tokenizer(folder: Path) -> int:
     """A byte-level tokenizer without merges: 256 bytes, the ChatML control tokens, the phase markers. -> its size."""
@@ -115,11 +140,11 @@ def _scale(name: str, weight: torch.Tensor, generator: torch.Generator) -> torch
 
 
 def write_model(folder: Path, name: str, seed: int = 0, **overrides: Any) -> Path:
-    """Write the model `name` of FAMILIES into `folder` (made if missing) and return it.
+    """Write the model `name` of FAMILIES or REFUSED into `folder` (made if missing) and return it.
 
     `overrides` are configuration fields. Deterministic in `seed`.
     """
-    family = FAMILIES[name]
+    family = (FAMILIES | REFUSED)[name]
     folder.mkdir(parents=True, exist_ok=True)
     size = write_tokenizer(folder)
     fields: dict[str, Any] = {
