@@ -2,7 +2,7 @@
 
 A state is `(mode, pending, line_start)`: the part of the turn, the bytes read so far of a marker that is not
 complete, and whether the marker (or the next byte) stands at the start of a line. Markers that are single ids
-in the vocabulary never reach the byte level: they are columns of their own.
+in the vocabulary are columns of their own as well.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Step:
 class Machine:
     """The family's machine over bytes.
 
-    `is_column(marker)` says which markers are single ids; they are left to `column`.
+    `is_column(marker)` says which markers are single ids, see `column`.
     """
 
     def __init__(self, family: Family, is_column: Callable[[str], bool] = lambda marker: False) -> None:
@@ -149,8 +149,10 @@ class Machine:
         self._steps: dict[tuple[State, int], Step] = {}
         self._texts: dict[Mode, list[tuple[bytes, Rule]]] = {mode: [] for mode in Mode}
         for rule in rules:
-            # A turn end that the vocabulary lacks is no marker at all; text that spells it stays text.
-            if not is_column(rule.marker) and rule.target is not Mode.DONE:
+            # Constrained decoding spells markers in plain pieces even where an id exists, and the engine's parsers
+            # read the text: both count. But only the true id ends a turn or a channel's message.
+            spelled = not (family.channels and is_column(rule.marker))
+            if spelled and rule.target is not Mode.DONE:
                 self._texts[rule.mode].append((rule.marker.encode(), rule))
 
     @cached_property

@@ -22,7 +22,6 @@ class Family:
     """Markers of one model family. Markers are text; ids are resolved against the vocabulary at load.
 
     `think`, `act`: blocks that the model writes. `tool`: wrappers that the template puts around tool results.
-    `call`: inner markers of one call within an act block, such as Kimi's, which rendering counts as act.
     `turn_end`: tokens that end the assistant's turn. `turn_start`: texts that open any turn.
     `bare_call`: characters that open an unmarked call when they come first in the turn (Llama's JSON).
     `channels`: the turn is a sequence of channel messages (gpt-oss).
@@ -35,7 +34,6 @@ class Family:
     think: tuple[Block, ...] = ()
     act: tuple[Block, ...] = ()
     tool: tuple[Block, ...] = ()
-    call: tuple[str, ...] = ()
     turn_end: tuple[str, ...] = ()
     turn_start: tuple[str, ...] = ()
     bare_call: str = ""

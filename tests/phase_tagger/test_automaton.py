@@ -64,9 +64,11 @@ def test_markers_of_one_id(
     assert pieces(by_id, tiny_ids, text, initial) == (expected or [(ACT, text)])
 
 
-def test_spelled_markers_are_text_where_ids_exist(by_id: Automaton, tiny_ids: Vocabulary) -> None:
-    spelled = [tiny_ids.encode(c)[0][0] for c in "<tool_call>x</tool_call>"]
-    assert set(by_id.run(by_id.initial["start"], spelled)[0]) == {SAY}
+def test_spelled_markers_count_where_ids_exist(by_id: Automaton, tiny_ids: Vocabulary) -> None:
+    """Constrained decoding does not use the ids; a turn end is only ever the id."""
+    spelled = [tiny_ids.encode(character)[0][0] for character in "<tool_call>x</tool_call>y<|im_end|>z"]
+    opener, call, rest = len("<tool_call"), len(">x</tool_call>"), len("y<|im_end|>z")
+    assert by_id.run(by_id.initial["start"], spelled)[0] == [SAY] * opener + [ACT] * call + [SAY] * rest
 
 
 @pytest.mark.parametrize(
