@@ -144,18 +144,35 @@ def _tokenizer(runner: Any) -> Any:
 def build_cache(context: Any) -> Any:
     """SGLang's factory of our radix cache (`--radix-cache-backend agentkv`). Verifies the hooks first."""
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
+    from sglang.srt.runtime_context import attention_backends
 
     from agentkv_serve.engine import flags, selfcheck
     from agentkv_serve.engine.cache import AgentKVRadixCache
 
     selfcheck.require_hooks()
     flags.refuse(context.server_args)
+    for name in attention_backends():
+        if name not in BACKENDS:
+            raise flags.RefusedFlagError(
+                f"--attention-backend {name} cannot read a compressed window; use one of {', '.join(BACKENDS)}"
+            )
     runtime = runtime_module.current()
     if runtime is None:
         selfcheck.stop("no AgentKV attention backend was built: start the server with `agentkv engine`")
     assert runtime is not None
     runtime.tree = create_unified_radix_cache(context, cache_class=AgentKVRadixCache)
     return runtime.tree
+
+
+def triton_backend(runner: Any) -> Any:
+    """Factory that stands in SGLang's registry under the name `triton`."""
+    if not enabled():
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+        return TritonAttnBackend(runner)
+    from agentkv_serve.engine.attention.triton import WindowTriton
+
+    return WindowTriton(runner, ensure_runtime(runner))
 
 
 def torch_native_backend(runner: Any) -> Any:
@@ -167,3 +184,7 @@ def torch_native_backend(runner: Any) -> Any:
     from agentkv_serve.engine.attention.torch_native import WindowTorchNative
 
     return WindowTorchNative(runner, ensure_runtime(runner))
+
+
+BACKENDS = {"torch_native": torch_native_backend, "triton": triton_backend}
+"""Our factories, under the names of SGLang's attention backends that can read a window."""

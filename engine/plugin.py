@@ -19,5 +19,6 @@ def register() -> None:
     selfcheck.require_version()
     for target, kind, hook in HOOKS:
         HookRegistry.register(target, hook, HookType(kind))
-    attention_registry.ATTENTION_BACKENDS["torch_native"] = build.torch_native_backend
+    for name, factory in build.BACKENDS.items():
+        attention_registry.ATTENTION_BACKENDS[name] = factory
     register_radix_cache_backend(build.BACKEND_NAME, build.build_cache)
