@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 Ids = npt.NDArray[np.int32]
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 PIECE = 1 << 11  # characters; longer texts are cut at control tokens so that memory stays bounded
 
 
@@ -111,6 +112,8 @@ class Vocabulary:
         yield begin, text[begin:]
 
     def _encode(self, piece: str, base: int) -> tuple[Ids, Ids]:
+        if not piece.isascii():  # JSON may spell half a surrogate pair, which is no text
+            piece = _HALF_PAIR.sub("\ufffd", piece)
         encoding = self.tokenizer.encode(piece, add_special_tokens=False)
         place = encoding.token_to_chars  # one at a time: the list of all offsets is many times the text
         starts = np.fromiter(((place(token) or (0, 0))[0] for token in range(len(encoding))), np.int32, len(encoding))

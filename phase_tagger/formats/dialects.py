@@ -26,8 +26,8 @@ def react(message: Message, before: Message | None) -> list[Segment] | None:
     """`Thought n:` is think, `Action n:` and `Action Input:` act, `Observation n:` tool, at the start of a line."""
     text = message.text
     if message.role == "user":
-        observed = _REACT.match(text)
-        return _whole(message, Label.TOOL) if observed and observed[1] == "Observation" and before else None
+        answers = before is not None and before.role == "assistant" and text.startswith("Observation")
+        return _whole(message, Label.TOOL) if answers and _REACT.match(text) else None
     if message.role != "assistant":
         return None
     marks = list(_REACT.finditer(text))

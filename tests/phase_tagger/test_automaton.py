@@ -132,7 +132,7 @@ HOSTILE = st.lists(st.sampled_from(PARTS), max_size=24).map("".join)
 @given(text=HOSTILE, initial=st.sampled_from(["start", "think", "say", "act"]))
 def test_tables_equal_the_machine_read_byte_by_byte(tiny: Vocabulary, family: str, text: str, initial: str) -> None:
     """An independent walk: bytes one at a time, the token's label decided from its bytes' labels."""
-    automaton = _automaton(family, tiny)
+    automaton = built(family, tiny)
     machine = Machine(get_family(family), lambda marker: tiny.id_of(marker) is not None)
     table = tiny.token_bytes()
     ids = tiny.encode(text)[0].tolist()
@@ -159,7 +159,7 @@ def test_tables_equal_the_machine_read_byte_by_byte(tiny: Vocabulary, family: st
 @settings(max_examples=60, deadline=None)
 @given(text=HOSTILE, cut=st.integers(0, 80))
 def test_splitting_the_stream_changes_nothing(tiny: Vocabulary, text: str, cut: int) -> None:
-    automaton = _automaton("smollm2", tiny)
+    automaton = built("smollm2", tiny)
     ids = tiny.encode(text)[0].tolist()
     whole, end = automaton.run(automaton.initial["start"], ids)
     left, middle = automaton.run(automaton.initial["start"], ids[:cut])
@@ -168,18 +168,18 @@ def test_splitting_the_stream_changes_nothing(tiny: Vocabulary, text: str, cut: 
 
 
 def test_other_control_tokens_break_a_marker(tiny: Vocabulary) -> None:
-    found = pieces(_automaton("smollm2", tiny), tiny, "<tool<|im_start|>_call>x")
+    found = pieces(built("smollm2", tiny), tiny, "<tool<|im_start|>_call>x")
     assert {label for label, _ in found} == {SAY}
 
 
 def test_ids_beyond_the_table_are_plain_text(tiny: Vocabulary) -> None:
-    automaton = _automaton("smollm2", tiny)
+    automaton = built("smollm2", tiny)
     assert automaton.run(automaton.initial["start"], [10**6])[0] == [SAY]
     assert automaton.run(automaton.initial["think"], [tiny.size])[0] == [THINK]
 
 
 def test_open_blocks_are_reported(tiny: Vocabulary) -> None:
-    automaton = _automaton("smollm2", tiny)
+    automaton = built("smollm2", tiny)
     for initial, label in (("think", THINK), ("act", ACT), ("say", None), ("start", None)):
         assert automaton.is_open(automaton.initial[initial]) is label
 
@@ -191,7 +191,7 @@ def test_every_mode_has_a_label_for_silence() -> None:
 _BUILT: dict[str, Automaton] = {}
 
 
-def _automaton(family: str, vocabulary: Vocabulary) -> Automaton:
+def built(family: str, vocabulary: Vocabulary) -> Automaton:
     if family not in _BUILT:
         _BUILT[family] = build_automaton(family, vocabulary)
     return _BUILT[family]
