@@ -98,6 +98,26 @@ def oracles() -> Path:
     return folder
 
 
+def bfcl() -> Path:
+    """File with the 800 multi-turn items of BFCL as transcripts, their calls executed on the simulated APIs."""
+    file = CACHE / "bfcl.jsonl"
+    if not file.is_file():
+        folder = CACHE / "bfcl"
+        specs = ("bfcl-eval==2026.3.23", "mpmath==1.3.0")  # its other dependencies are for running models
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *specs], check=True
+        )
+        script = Path(__file__).with_name("bfcl_transcripts.py")
+        made = subprocess.run(
+            [sys.executable, str(script)],
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            check=True,
+            capture_output=True,
+        )
+        file.write_bytes(made.stdout)
+    return file
+
+
 def _harmony_vocabulary(folder: Path) -> None:
     """The file that openai-harmony would download: every token's bytes and rank, from the packaged tokenizer."""
     data = json.loads((npm("gptoss") / "tokenizer.json").read_text("utf-8"))

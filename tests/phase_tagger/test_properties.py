@@ -131,7 +131,24 @@ def test_a_hundred_recorded_runs() -> None:
         _check_run(chat, transcript)
 
 
-def _check_run(chat: ChatFormat, transcript: Transcript) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["smollm2", "qwen3", "deepseek_v4"])
+def test_the_800_multi_turn_items_of_bfcl(model: str, request: pytest.FixtureRequest) -> None:
+    """Questions, calls and executed results, up to 70,000 characters each."""
+    from .packages import bfcl, templates, vocabulary
+
+    if model == "smollm2":
+        chat = ChatFormat.from_folder(request.getfixturevalue("smollm2_folder"))
+    else:
+        template = {"qwen3": "trl/qwen3", "deepseek_v4": "llama.cpp/deepseek-ai-DeepSeek-V4"}[model]
+        chat = ChatFormat(vocabulary(model), templates()[template], tokens={"bos_token": ""})
+    items = [json.loads(line) for line in bfcl().read_text("utf-8").splitlines()]
+    assert len(items) == 800
+    for item in items:
+        _check_run(chat, Transcript(item["id"], item["messages"], item["tools"]), appended=2)
+
+
+def _check_run(chat: ChatFormat, transcript: Transcript, appended: int = 100) -> None:
     rendered = _render(chat, transcript)
     runs.check_runs(rendered.runs, len(rendered.ids))
     assert rendered.confidence == "high" and not rendered.dropped
@@ -140,7 +157,7 @@ def _check_run(chat: ChatFormat, transcript: Transcript) -> None:
         assert part.label in order[part.start : part.end]
     ids = rendered.ids
     starts = [i + 1 for i, m in enumerate(transcript.messages[:-1]) if m["role"] == "assistant"]
-    for start in starts:
+    for start in starts[-appended:]:
         added = render_appended(chat, transcript.messages, start, transcript.tools)
         assert ids[-len(added.ids) :] == added.ids
         assert order[-len(added.ids) :] == runs.labels_of(added.runs)
