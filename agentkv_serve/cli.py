@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("agentkv_serve.up", "Start workers and gateway together."),
     "demo": ("agentkv_serve.demo.cli", "Run an agent of many turns against `agentkv up`."),
     "label": ("agentkv_serve.phase_tagger.cli", "Show the phase of every token of a transcript."),
+    "check": ("agentkv_serve.check.cli", "Check this machine: kernels and decode loop on its GPU."),
     "bench": ("agentkv_serve.bench.cli", "Benchmarks; each prints its full configuration."),
 }
 
