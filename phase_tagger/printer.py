@@ -76,6 +76,12 @@ class Printer:
 
     def print(self) -> Printed:
         """Render plain, then marked, and verify; see `Printed`. Raises `TemplateError`."""
+        try:
+            return self._print()
+        except RecursionError as error:
+            raise TemplateError("arguments or tool schemas are nested too deeply to be printed") from error
+
+    def _print(self) -> Printed:
         plain, variant = self._plain()
         alphabet = choose_alphabet(plain)
         if alphabet is not None:

@@ -221,22 +221,22 @@ class CharRuns:
         starts = np.concatenate(edges)
         return cls(starts, labels[starts])
 
-    def tokens(self, starts: npt.NDArray[np.int32]) -> CharLabels:
-        """Labels `[n]` of tokens that start at the characters `starts` int32 `[n]`; each ends where the next begins.
+    def tokens(self, starts: npt.NDArray[np.int32], end: int) -> CharLabels:
+        """Labels `[n]` of tokens that start at the characters `starts` int32 `[n]`, the last up to `end`.
 
         A token takes the label of the first character that it covers and that is not glue; the pieces of one
         character share its label.
         """
         chosen = self.labels[np.searchsorted(self.starts, starts, "right") - 1]
-        first, last = np.searchsorted(self.starts, (starts[0], starts[-1]), "right")
+        first, last = np.searchsorted(self.starts, (starts[0], end - 1), "right")
         for run in range(int(first), int(last)):
             # A token that begins in glue and reaches into this run belongs to it.
-            if self.labels[run] != Label.GLUE and self.labels[run - 1] == Label.GLUE:
-                token = int(np.searchsorted(starts, self.starts[run])) - 1
-                if token + 1 < len(starts) and starts[token + 1] == self.starts[run]:
-                    continue
-                same = np.searchsorted(starts, starts[token])
-                chosen[same : token + 1] = self.labels[run]
+            begin = self.starts[run]
+            after = int(np.searchsorted(starts, begin))
+            ends_here = after < len(starts) and starts[after] == begin
+            if self.labels[run] != Label.GLUE and not ends_here and chosen[after - 1] == Label.GLUE:
+                same = np.searchsorted(starts, starts[after - 1])
+                chosen[same:after] = self.labels[run]
         return chosen
 
 

@@ -106,7 +106,7 @@ def render_prompt(
         end = regions.spans[-1].end if regions.spans else end
     unknown = conversation.unknown_parts
     del conversation  # many small objects, not needed while the text is tokenised
-    return _finish(chat, printed, regions, (0, end), options, 0, unknown)
+    return _finish(chat, printed, regions, (0, end), options, 0, unknown, bool(tools))
 
 
 def render_appended(
@@ -142,7 +142,7 @@ def render_appended(
         raise TemplateError("the chat template does not print the assistant's turn")
     cut = regions.turn_end_after(ends[-1])
     window = (cut if cut >= 0 else ends[-1], len(printed.text))
-    rendered = _finish(chat, printed, regions, window, options, offset, unknown)
+    rendered = _finish(chat, printed, regions, window, options, offset, unknown, bool(tools))
     return _join(chat, family, rendered, last_id, open_block, offset)
 
 
@@ -190,6 +190,7 @@ def _finish(
     options: Options,
     offset: int,
     unknown_parts: int,
+    calls: bool,
 ) -> Rendered:
     """Tokenise the characters of the window and carry the labels over to the tokens."""
     begin, end = window
@@ -203,7 +204,11 @@ def _finish(
     regions.release()
     tokens, runs, places = _tokenise(chat, text, characters, edges, offset)
     del text  # from here on nothing as large as the text but the ids
-    initial = "act" if options.constrained and regions.initial != "think" else regions.initial
+    initial = regions.initial
+    if options.constrained and initial != "think":
+        initial = "act"
+    elif initial == "start" and regions.family.bare_call and not calls:
+        initial = "say"  # without tools a leading brace is no call
     if options.continue_final:
         initial = {Label.THINK: "think", Label.ACT: "act"}.get(runs[-1][2], "say") if runs else "start"
     parts = tuple(
@@ -232,9 +237,9 @@ def _tokenise(
     ids = array("i")  # grows in place: nothing as long as the text is held twice
     runs: list[Run] = []
     places = np.zeros(len(edges), np.int64)
-    for numbers, starts in chat.vocabulary.pieces(text):
+    for numbers, starts, end in chat.vocabulary.pieces(text):
         if len(numbers):
-            piece = runs_of_array(characters.tokens(starts))
+            piece = runs_of_array(characters.tokens(starts, end))
             extend_runs(runs, shift_runs(piece, offset + len(ids)))
             places += np.searchsorted(starts, edges)
             ids.frombytes(numbers.tobytes())

@@ -24,10 +24,8 @@ class TextLabeller:
     def __init__(self, family: Family | str, initial: str = "start") -> None:
         self.family = get_family(family) if isinstance(family, str) else family
         self._machine = Machine(self.family)
-        self._ends = [end.encode() for end in self.family.turn_end]
         self._state = self._machine.initial(initial)
         self._held = bytearray()
-        self._split = 0  # whitespace of an idle mode that is held, in bytes
 
     def feed(self, text: str) -> list[Piece]:
         """Read more text; returns the pieces that are settled by it, in order, neighbours merged."""

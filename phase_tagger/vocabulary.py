@@ -57,12 +57,15 @@ class Vocabulary:
         Byte pieces of one character all start at that character.
         """
         parts = list(self.pieces(text))
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([starts for _, starts in parts])
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
-    def pieces(self, text: str) -> Iterator[tuple[Ids, Ids]]:
-        """As `encode`, piece by piece: a long text is cut where the tokenizer itself cuts it."""
+    def pieces(self, text: str) -> Iterator[tuple[Ids, Ids, int]]:
+        """As `encode`, piece by piece, with the character that each piece ends before.
+
+        A long text is cut where the tokenizer itself cuts it.
+        """
         for base, piece in self._pieces(text):
-            yield self._encode(piece, base)
+            yield *self._encode(piece, base), base + len(piece)
 
     def decode(self, ids: Any) -> str:
         """Text of token ids, control tokens included."""
