@@ -74,15 +74,17 @@ class Ledger:
             if turn is None:
                 continue
             path = self.path(turn.link)
-            if _same_reasoning(path, messages[:covered]):
+            if path and _same_reasoning(path, messages[:covered]):
                 return Match(path, covered)
         return NO_MATCH
 
     def path(self, link: bytes | None) -> tuple[Turn, ...]:
-        """The turns from the conversation's start to `link`."""
+        """The turns from the conversation's start to `link`; none when one of them is missing."""
         turns = []
         while link is not None:
-            turn = self.turns[link]
+            turn = self.turns.get(link)
+            if turn is None:
+                return ()
             turns.append(turn)
             link = turn.parent
         return tuple(reversed(turns))

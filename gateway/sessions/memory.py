@@ -95,9 +95,6 @@ class MemoryStore:
         lease.epoch = session.epoch
         session.epoch += 1
 
-    async def announce(self, lease: Lease) -> None:
-        self._held(lease).head = lease.session.head
-
     async def commit(self, lease: Lease) -> None:
         old = self._held(lease)
         new = lease.session

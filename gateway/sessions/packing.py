@@ -7,6 +7,7 @@ import struct
 from array import array
 from collections.abc import Mapping
 
+import orjson
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -17,9 +18,10 @@ _HEAD = struct.Struct("<BbHII")  # has a parent, open block, bytes of call ids, 
 _NONCE = 12
 _PLAIN, _SEALED = b"\x01", b"\x02"
 
-_NUMBERS = ("epoch", "turns", "kv_tokens", "spent")
-_OPTIONAL = ("budget", "token_limit")
-_TEXTS = ("key", "tenant", "model", "id", "incarnation", "worker", "instance")
+_META = (
+    *("key", "tenant", "model", "id", "created", "used", "incarnation", "instance"),
+    *("budget", "policy", "token_limit", "spent", "turns"),
+)
 
 
 class SealError(Exception):
@@ -76,31 +78,24 @@ def unpack_turn(link: bytes, data: bytes) -> Turn:
 
 
 def pack_session(session: Session) -> dict[str, bytes]:
-    """The fields of a session besides its ledger's turns and its epoch, which the store itself counts."""
-    fields: dict[str, bytes] = {name: str(getattr(session, name)).encode() for name in _TEXTS}
-    fields |= {name: str(getattr(session, name)).encode() for name in _NUMBERS if name != "epoch"}
-    for name in _OPTIONAL:
-        value = getattr(session, name)
-        fields[name] = b"" if value is None else str(value).encode()
-    fields["policy"] = (session.policy or "").encode()
-    fields["created"], fields["used"] = repr(session.created).encode(), repr(session.used).encode()
-    fields["tip"] = (session.ledger.head or b"").hex().encode()
-    fields["head"] = (session.head.system + session.head.tools).hex().encode() if session.head else b""
-    return fields
+    """The fields of a session besides its ledger's turns and its epoch, which the store itself counts. Few fields:
+    what the store need not see stands in one."""
+    meta = {name: getattr(session, name) for name in _META}
+    meta["tip"] = (session.ledger.head or b"").hex()
+    return {
+        "worker": session.worker.encode(),
+        "kv_tokens": str(session.kv_tokens).encode(),
+        "head": session.head.system + session.head.tools if session.head else b"",
+        "meta": orjson.dumps(meta),
+    }
 
 
 def unpack_session(fields: Mapping[bytes, bytes]) -> Session:
     """The session of `pack_session`, with an empty ledger whose tip is set. Raises KeyError, ValueError."""
-    session = Session("", "", "", "", float(fields[b"created"]), float(fields[b"used"]))
-    for name in _TEXTS:
-        setattr(session, name, fields[name.encode()].decode())
-    for name in _NUMBERS:
-        setattr(session, name, int(fields.get(name.encode(), b"0")))
-    for name in _OPTIONAL:
-        value = fields[name.encode()]
-        setattr(session, name, int(value) if value else None)
-    session.policy = fields[b"policy"].decode() or None
-    session.ledger.head = bytes.fromhex(fields[b"tip"].decode()) or None
-    head = bytes.fromhex(fields[b"head"].decode())
+    meta = orjson.loads(fields[b"meta"])
+    tip, head = bytes.fromhex(meta.pop("tip")), fields[b"head"]
+    session = Session(**meta, worker=fields[b"worker"].decode(), kv_tokens=int(fields[b"kv_tokens"]))
+    session.epoch = int(fields.get(b"epoch", b"0"))
+    session.ledger.head = tip or None
     session.head = Head(head[: len(head) // 2], head[len(head) // 2 :]) if head else None
     return session

@@ -159,12 +159,6 @@ class RedisStore:
         lease.epoch = int(epoch)
         lease.session.epoch = lease.epoch + 1
 
-    async def announce(self, lease: Lease) -> None:
-        # Only a first turn has to be told: later ones are known by their ledger.
-        if not lease.session.ledger.turns:
-            head = pack_session(lease.session)["head"]
-            await self._call(self._redis.hset(_name("s", lease.session.key), "head", head))
-
     async def commit(self, lease: Lease) -> None:
         session = lease.session
         key = session.key

@@ -103,12 +103,6 @@ class ResilientStore:
             lease.epoch += 1
             lease.session.epoch = lease.epoch + 1
 
-    async def announce(self, lease: Lease) -> None:
-        if lease.local:
-            await self._local.announce(lease)
-        else:
-            await self._reached(self._shared.announce, lease)
-
     async def commit(self, lease: Lease) -> None:
         key = lease.session.key
         if lease.local:

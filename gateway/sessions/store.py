@@ -63,9 +63,6 @@ class SessionStore(Protocol):
     async def bump(self, lease: Lease) -> None:
         """Count one more dispatch within the lease (a turn sent again to another worker). Raises LeaseLost."""
 
-    async def announce(self, lease: Lease) -> None:
-        """Make `lease.session.head` visible to `peek` while the turn runs."""
-
     async def commit(self, lease: Lease) -> None:
         """Write `lease.session` and end the lease. Raises LeaseLost, writing nothing."""
 

@@ -35,6 +35,7 @@ from agentkv_serve.gateway.turns.request import ChatRequest
 _UNIQUE_CALL = re.compile(r"[A-Za-z]*[_-]?[0-9a-fA-F-]{16,}")
 # Reasons to run without a session that a client cannot help: a session header is then no contradiction.
 _QUIETLY_ALONE = ("media", "raw_prompt")
+SESSION_BUSY = "session_busy"
 _RENDER_IN_THREAD = 16_384  # characters of new messages from which rendering leaves the event loop
 
 
@@ -64,6 +65,7 @@ class Plan:
     lease: Lease | None = None
     match: Match = NO_MATCH
     links: tuple[bytes, ...] = ()
+    head: Head | None = None
     prompt: Prompt | None = None
     why_stateless: str = ""
 
@@ -119,7 +121,7 @@ class Planner:
             return plan
 
         plan.links = tuple(meaning.chain(request.messages, request.tools, request.template_kwargs))
-        head = Head(*meaning.head_digests(request.messages, request.tools))
+        plan.head = head = Head(*meaning.head_digests(request.messages, request.tools))
         if named:
             await self._claim_named(plan, named, head)
         else:
@@ -148,17 +150,17 @@ class Planner:
 
     async def _claim_named(self, plan: Plan, named: Named, head: Head) -> None:
         plan.session_id, plan.source = named.id, named.source
-        keys = self._keys.sessions(plan.tenant.name, named.id, plan.request.model)
-        key, session, busy = keys[0], None, False
-        for candidate in keys:
-            session, busy = await self._store.peek(candidate)
-            if session:
-                key = candidate
-                break
-        if session and busy and self._is_side(session, plan, head):
-            plan.session_id, plan.why_stateless = named.id, "side"
-            return
-        lease = await self._claim(plan, key, self._settings.sessions.busy_wait)
+        key = await self._key(plan, named)
+        try:
+            lease = await self._claim(plan, key, 0)
+        except ApiError as error:
+            if error.code != SESSION_BUSY:
+                raise
+            session, _ = await self._store.peek(key)
+            if session and self._is_side(session, plan, head):
+                plan.why_stateless = "side"
+                return
+            lease = await self._claim(plan, key, self._settings.sessions.busy_wait)
         plan.match = lease.session.ledger.match(plan.links, plan.request.messages)
         plan.kind = _kind(lease.session.ledger, plan.match)
         if plan.kind is Kind.REPLACED and not (lease.session.head and lease.session.head.shares_with(head)):
@@ -166,6 +168,14 @@ class Planner:
             plan.kind, plan.why_stateless = Kind.STATELESS, "side"
             return
         plan.lease = lease
+
+    async def _key(self, plan: Plan, named: Named) -> str:
+        first, *older = self._keys.sessions(plan.tenant.name, named.id, plan.request.model)
+        for key in older:
+            # A session from before the secret was changed lives on under its old key.
+            if (await self._store.peek(first))[0] is None and (await self._store.peek(key))[0] is not None:
+                return key
+        return first
 
     def _is_side(self, session: Session, plan: Plan, head: Head) -> bool:
         if session.ledger.head is None:
@@ -240,13 +250,13 @@ class Planner:
 
     async def _claim(self, plan: Plan, key: str, wait: float) -> Lease:
         now = self._clock()
-        fresh = Session(key, plan.tenant.name, plan.request.model, plan.session_id, now, now)
+        fresh = Session(key, plan.tenant.name, plan.request.model, plan.session_id, now, now, head=plan.head)
         try:
             return await self._store.claim(fresh, wait, self._max_sessions(plan.tenant))
         except SessionBusy:
             raise ApiError(
                 409,
-                "session_busy",
+                SESSION_BUSY,
                 f"Another turn of session {plan.session_id!r} is still running; wait for it, or use another id.",
                 headers={"x-should-retry": "false", "retry-after": "1"},
             ) from None
@@ -274,7 +284,6 @@ class Planner:
             else default_budget(self._settings.budget, cap, plan.context_length)
         )
         plan.policy = session.policy or self._settings.policy
-        await self._store.announce(lease)
         plan.prompt = await self._render(plan)
         self._check_length(plan)
         _reserve(plan, session)

@@ -35,16 +35,16 @@ def free_port() -> int:
 class Process:
     """A child that can be killed and started again on its port."""
 
-    def __init__(self, command: list[str], port: int, ready: str) -> None:
+    def __init__(self, command: list[str], port: int, ready: str, log: Path) -> None:
         self.command = command
+        self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self._ready = self.url + ready
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._child = subprocess.Popen(
-            self.command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
-        )
+        with self.log.open("ab") as log:
+            self._child = subprocess.Popen(self.command, cwd=ROOT, stdout=log, stderr=log, env=dict(os.environ))
 
     def await_ready(self) -> None:
         for _ in range(1200):
@@ -67,12 +67,14 @@ class Process:
 class Fleet:
     """Everything that runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, logs: Path) -> None:
         self.valkey = ValkeyProcess()
         ports = [free_port() for _ in range(5)]
         engine = [sys.executable, "-m", "tests.gateway.engine_process"]
-        self.workers = [Process([*engine, str(port), str(folder)], port, "/health") for port in ports[:3]]
-        flags = ["--model-path", str(folder), "--log-level", "critical"]
+        self.workers = [
+            Process([*engine, str(port), str(folder)], port, "/health", logs / f"{port}") for port in ports[:3]
+        ]
+        flags = ["--model-path", str(folder), "--log-level", "error"]
         for worker in self.workers:
             flags += ["--worker", worker.url]
         for setting in (
@@ -88,7 +90,9 @@ class Fleet:
         ):
             flags += ["--set", setting]
         gateway = [sys.executable, "-m", "agentkv_serve", "gateway", *flags]
-        self.gateways = [Process([*gateway, "--port", str(port)], port, "/readyz") for port in ports[3:]]
+        self.gateways = [
+            Process([*gateway, "--port", str(port)], port, "/readyz", logs / f"{port}") for port in ports[3:]
+        ]
 
     def start(self) -> None:
         self.valkey.start()
@@ -108,8 +112,8 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(model_folder: Path) -> Iterator[Fleet]:
-    running = Fleet(model_folder)
+def fleet(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    running = Fleet(model_folder, tmp_path_factory.mktemp("logs"))
     running.start()
     yield running
     running.stop()
@@ -154,7 +158,7 @@ class Agent:
             return None
         if reply.status_code in (409, 502, 503):
             return None
-        assert reply.status_code == 200, reply.text
+        assert reply.status_code == 200, reply.text + "\n".join(g.log.read_text()[-4000:] for g in self.fleet.gateways)
         if not self.streamed:
             self.states.append(reply.json()["usage"]["agentkv"]["state"])
             return str(reply.json()["choices"][0]["message"]["content"])

@@ -16,6 +16,8 @@ from tests.gateway.engine import Answer
 
 SETTINGS = RoutingSettings(breaker_failures=3, breaker_window=10, breaker_rest=5)
 
+STAYS_OPEN = RoutingSettings(breaker_failures=3, breaker_rest=1e6)
+
 
 class Clock:
     now = 0.0
@@ -57,7 +59,7 @@ def test_old_failures_do_not_count() -> None:
 
 
 def worker(name: str, **fields: Any) -> Worker:
-    made = Worker.of(WorkerSettings(url=f"http://{name}:1", id=name), None, SETTINGS)
+    made = Worker.of(WorkerSettings(url=f"http://{name}:1", id=name), None, STAYS_OPEN)
     made.healthy, made.models = True, ("m",)
     for field, value in fields.items():
         setattr(made, field, value)
