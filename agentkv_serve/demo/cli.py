@@ -6,14 +6,12 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from agentkv_serve.bench.report import machine
 from agentkv_serve.children import ChildDied
@@ -30,6 +28,7 @@ Converse = Callable[[str], Iterator[dict[str, Any]]]
 PREFILL_SLACK = 64  # tokens that a resumed turn may compute besides its new ones
 KV_SLACK = 128 + 16  # tokens over the budget between two compressions, and the largest page
 COLUMNS = ("turn", "state", "logical", "kv", "evicted", "think", "act", "tool", "others", "prefill", "tok/s", "did")
+ROW = "{:>4} {:<8} {:>7} {:>5} {:>7}  {:>5} {:>5} {:>5} {:>6}  {:>7} {:>5}  {}"
 # Runs a module of this package in another environment without that of this one on its path.
 LANGCHAIN = """
 import runpy, sys, types
@@ -55,7 +54,7 @@ def demo(
     ),
 ) -> None:
     """Run an agent of many turns at a small KV budget, then the same one with everything kept."""
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = Console()
     recording = load_recording()
     if langchain and not clients_python.exists():
         raise typer.BadParameter(f"{clients_python} does not exist: run `make setup`, or name --clients-python")
@@ -73,8 +72,8 @@ def demo(
                     return in_langchain(clients_python, url, name, kv_budget, turns)
                 return converse(url, name, recording, kv_budget, turns)
 
-            small = show(console, f"budget {budget}", run(str(budget)))
-            full = show(console, "budget full", run("full"))
+            small = show(f"budget {budget}", run(str(budget)))
+            full = show("budget full", run("full"))
     except Stopped:
         raise typer.Exit(130) from None
     except (ModelError, StackError, ChildDied) as error:
@@ -92,21 +91,19 @@ def demo(
     console.print(summary(small, full))
 
 
-def show(console: Console, title: str, turns: Iterable[dict[str, Any]]) -> Turns:
-    """Prints a table of the turns once they have run, with a note of the running one; returns them."""
+def show(title: str, turns: Iterable[dict[str, Any]]) -> Turns:
+    """Prints a row for each turn as it ends; returns the turns."""
     done: Turns = []
-    table = Table(*COLUMNS, title=title)
-    with console.status(f"{title} …") as status:
-        for number, turn in enumerate(turns, 1):
-            done.append(turn)
-            status.update(f"{title}: turn {number} done, {turn['logical_tokens']} logical tokens …")
-            phases = turn["phases"] or {}
-            speed = turn["decode_tok_s"]
-            cells = [turn[key] for key in ("state", "logical_tokens", "kv_tokens", "evicted_tokens")]
-            cells += [round(phases.get(phase, 0)) for phase in ("think", "act", "tool", "others")]
-            cells += [turn["prefill_tokens"], "-" if speed is None else f"{speed:.1f}", turn["did"]]
-            table.add_row(*map(str, (number, *cells)))
-    console.print(table)
+    print(f"{title}\n{ROW.format(*COLUMNS)}", flush=True)
+    for number, turn in enumerate(turns, 1):
+        done.append(turn)
+        phases = turn["phases"] or {}
+        speed = turn["decode_tok_s"]
+        cells = [turn[key] for key in ("state", "logical_tokens", "kv_tokens", "evicted_tokens")]
+        cells += [round(phases.get(phase, 0)) for phase in ("think", "act", "tool", "others")]
+        cells += [turn["prefill_tokens"], "-" if speed is None else f"{speed:.1f}", turn["did"]]
+        print(ROW.format(*map(str, (number, *cells))), flush=True)
+    print()
     return done
 
 
