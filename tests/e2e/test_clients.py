@@ -155,7 +155,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, str], int, str]] = {
     "budget abc": ({}, {"X-AgentKV-Budget": "abc"}, 400, "invalid_budget"),
     "budget 96": ({}, {"X-AgentKV-Budget": "96"}, 400, "invalid_budget"),
     "budget over the cap": ({}, {"X-AgentKV-Budget": "8193"}, 400, "invalid_budget"),
-    "malformed session id": ({}, {"X-AgentKV-Session": "a b\tc"}, 400, "invalid_session_id"),
+    "malformed session id": ({}, {"X-AgentKV-Session": "a b"}, 400, "invalid_session_id"),
     "prompt over the limit": ({"content": "word " * 9000}, {}, 400, "context_length_exceeded"),
     "n = 2": ({"n": 2}, {}, 400, "n_not_supported_in_session"),
     "malformed JSON": ({"raw": b'{"model": '}, {}, 400, "invalid_json"),
