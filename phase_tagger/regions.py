@@ -149,7 +149,8 @@ class Regions:
             begin = a + match.start() if match else b
         elif span.part == "call" or span.label is Label.ACT:
             if not self.family.channels:
-                opened = [at for block in self.family.act if (at := self.text.find(block.open, a, b)) >= 0]
+                markers = (*(block.open for block in self.family.act), *self.family.call)
+                opened = [at for opener in markers if (at := self.text.find(opener, a, b)) >= 0]
                 controls = [] if self._known else [m.end() for m in _CONTROL.finditer(self.text, a, b)]
                 begin = min(opened, default=_skip_space(self.text, max([header, *controls]), b))
         elif span.label is Label.TOOL:

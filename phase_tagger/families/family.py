@@ -22,6 +22,7 @@ class Family:
     """Markers of one model family. Markers are text; ids are resolved against the vocabulary at load.
 
     `think`, `act`: blocks that the model writes. `tool`: wrappers that the template puts around tool results.
+    `call`: openers of a single call within an act block; some templates print them alone.
     `turn_end`: tokens that end the assistant's turn. `turn_start`: texts that open any turn.
     `bare_call`: characters that open an unmarked call when they come first in the turn (Llama's JSON).
     `channels`: the turn is a sequence of channel messages (gpt-oss).
@@ -34,6 +35,7 @@ class Family:
     think: tuple[Block, ...] = ()
     act: tuple[Block, ...] = ()
     tool: tuple[Block, ...] = ()
+    call: tuple[str, ...] = ()
     turn_end: tuple[str, ...] = ()
     turn_start: tuple[str, ...] = ()
     bare_call: str = ""
