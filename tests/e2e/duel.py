@@ -32,7 +32,7 @@ class Dump:
 def read_dumps(folder: Path, key: str) -> list[Dump]:
     """The compactions of one session, in order."""
     found = []
-    for path in sorted(folder.glob(f"*-{key[:16]}.npz")):
+    for path in sorted(folder.glob(f"[0-9]*-{key[:16]}.npz")):  # not the rings at turn end
         with np.load(path) as data:
             found.append(
                 Dump(
