@@ -3,6 +3,9 @@
 The same requests go straight to a worker that costs next to nothing, through our gateway (with API key, session, and
 the labelling of one appended KB), and through the router of SGLang, if that is to be had. Gateway and router have a
 core of their own; load and worker share another.
+
+Times are those to the first content frame while as many streams run, each of them paced as a model paces them, so that
+nothing is saturated. Requests and chunks per second, and CPU, are of replies that the worker gives at once.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import httpx
 import typer
 
 from agentkv_serve.bench.gateway_load import Load, conversation, run
+from agentkv_serve.bench.gateway_upstream import PACED
 from agentkv_serve.bench.report import machine
 from agentkv_serve.children import Child, free_port
 from agentkv_serve.model import default_model
@@ -44,7 +48,7 @@ class Target:
 
 @dataclass
 class Line:
-    """One target under one load. Added times are against the worker itself under the same load."""
+    """One target under one load. Times to the first content frame; added ones are against the worker itself."""
 
     target: str
     body_kb: int
@@ -67,7 +71,7 @@ def gateway(
     streams: Annotated[list[int] | None, typer.Option(help="Parallel requests (default 1, 16 and 64).")] = None,
     requests: Annotated[int, typer.Option(help="Measured requests of each kind and load.")] = 1000,
     frames: Annotated[int, typer.Option(help="Content frames of a streamed reply.")] = 128,
-    pause_ms: Annotated[float, typer.Option(help="Time between frames; 0: as fast as they are taken.")] = 0.0,
+    pause_ms: Annotated[float, typer.Option(help="Time between the frames of paced streams.")] = 5.0,
     redis: Annotated[str | None, typer.Option(help="Redis URL; default: a Valkey of our own, if installed.")] = None,
     router: Annotated[Path | None, typer.Option(help=f"Python that has {ROUTER}; its router is then measured.")] = None,
 ) -> None:
@@ -99,13 +103,14 @@ async def _measure(targets: Sequence[Target], size: int, parallel: int, count: i
     direct: list[float] = []
     lines = []
     for target in targets:
-        whole, cpu = await _second_turns(target, size, parallel, count, stream=False)
-        streamed, stream_cpu = await _second_turns(target, size, parallel, max(parallel, count // 10), stream=True)
-        p50, p99 = _percentiles(whole.latencies)
+        whole, cpu = await _second_turns(target, size, parallel, count)
+        burst, burst_cpu = await _second_turns(target, size, parallel, max(parallel, count // 10), stream=True)
+        paced, _ = await _second_turns(target, size, parallel, max(parallel, count // 4), stream=True, seed=PACED)
+        p50, p99 = _percentiles(paced.latencies)
         direct = direct or [p50, p99]
         own = target.pid is not None
         # What a stream costs beyond its request, spread over its chunks.
-        extra = stream_cpu - cpu / max(1, len(whole.latencies)) * len(streamed.latencies)
+        extra = burst_cpu - cpu / max(1, len(whole.latencies)) * len(burst.latencies)
         lines.append(
             Line(
                 target.name,
@@ -116,21 +121,24 @@ async def _measure(targets: Sequence[Target], size: int, parallel: int, count: i
                 p50 - direct[0] if own else None,
                 p99 - direct[1] if own else None,
                 cpu / max(1, len(whole.latencies)) * 1e3 if own else None,
-                max(0.0, extra) / max(1, streamed.chunks) * 1e6 if own else None,
+                max(0.0, extra) / max(1, burst.chunks) * 1e6 if own else None,
                 len(whole.latencies) / whole.seconds,
-                streamed.chunks / streamed.seconds,
-                len(whole.failures) + len(streamed.failures),
+                burst.chunks / burst.seconds,
+                len(whole.failures + burst.failures + paced.failures),
             )
         )
-        for failure in (whole.failures + streamed.failures)[:1]:
+        for failure in (whole.failures + burst.failures + paced.failures)[:1]:
             print(f"{target.name}: {failure}", file=sys.stderr)
     return lines
 
 
-async def _second_turns(target: Target, size: int, parallel: int, count: int, *, stream: bool) -> tuple[Load, float]:
-    """Second turns of `count` conversations: only the appended KB is new. The first turns are not measured."""
+async def _second_turns(
+    target: Target, size: int, parallel: int, count: int, *, stream: bool = False, seed: int | None = None
+) -> tuple[Load, float]:
+    """Second turns of `count` conversations: only the appended KB is new. The first turns are not measured. Returns the
+    load and the target's CPU seconds."""
     mark = os.urandom(4).hex()
-    bodies = [conversation(size, stream, number) for number in range(count)]
+    bodies = [conversation(size, stream, number, seed) for number in range(count)]
     names = [f"{mark}-{number}" for number in range(count)]
     first = await run(target.port, KEY, [(n, b[0]) for n, b in zip(names, bodies, strict=True)], parallel)
     before = _cpu_seconds(target.pid)

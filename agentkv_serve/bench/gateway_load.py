@@ -14,7 +14,7 @@ _END = b"0\r\n\r\n"
 
 @dataclass
 class Load:
-    """What a run of requests took. Times in seconds."""
+    """What a run of requests took: `latencies` to the reply, or to a stream's first content frame. In seconds."""
 
     latencies: list[float] = field(default_factory=list)
     chunks: int = 0
@@ -30,8 +30,8 @@ class Connection:
         self._key = key
         self._reader: asyncio.StreamReader | None = None
 
-    async def post(self, body: bytes, session: str) -> tuple[bytes, int]:
-        """POST a chat completion; the reply's body (still chunked, when it is) and its number of data frames."""
+    async def post(self, body: bytes, session: str) -> tuple[float, int]:
+        """POST a chat completion; when its reply, or the first content frame of it, came, and the number of frames."""
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
         head = (
@@ -48,11 +48,17 @@ class Connection:
         at = lower.find(b"content-length:")
         if at >= 0:
             size = int(lower[at + 15 :].split(b"\r\n", 1)[0])
-            return await self._reader.readexactly(size), 0
-        parts = b""
-        while not parts.endswith(_END):
-            parts += await self._reader.read(1 << 16)
-        return parts, parts.count(b"data: {")
+            await self._reader.readexactly(size)
+            return time.perf_counter(), 0
+        frames, first, tail = 0, 0.0, b""
+        while not tail.endswith(_END):
+            piece = await self._reader.read(1 << 16)
+            if not piece:
+                raise OSError("the stream broke off")
+            frames += piece.count(b"data: {")
+            first = first or (time.perf_counter() if frames else 0.0)
+            tail = (tail + piece)[-len(_END) :]
+        return first, frames
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -61,17 +67,19 @@ class Connection:
             self._reader = None
 
 
-def conversation(body_kb: int, stream: bool, number: int) -> tuple[bytes, bytes]:
-    """The bodies of a conversation's first turn and of its second, which has `body_kb` KB, 1 KB of them new."""
+def conversation(body_kb: int, stream: bool, number: int, seed: int | None = None) -> tuple[bytes, bytes]:
+    """The bodies of a conversation's first turn and of its second, which has `body_kb` KB, 1 KB of them new. `seed`
+    goes with the second."""
     words = "the quick brown fox jumps over the lazy dog and looks at tool results of the day "
     history = (f"conversation {number} " + words * (1 + body_kb * 1024 // len(words)))[: (body_kb - 1) * 1024 - 200]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You are a benchmark."},
         {"role": "user", "content": history},
     ]
-    extra = {"stream": True} if stream else {}
+    extra: dict[str, Any] = {"stream": True} if stream else {}
     first = json.dumps({"model": "bench", "messages": messages, **extra}).encode()
     messages += [{"role": "assistant", "content": "ABC"}, {"role": "user", "content": (words * 20)[:1024]}]
+    extra |= {} if seed is None else {"seed": seed}
     return first, json.dumps({"model": "bench", "messages": messages, **extra}).encode()
 
 
@@ -84,12 +92,12 @@ async def run(port: int, key: str, bodies: Sequence[tuple[str, bytes]], parallel
         for session, body in waiting:
             started = time.perf_counter()
             try:
-                _, chunks = await connection.post(body, session)
+                came, chunks = await connection.post(body, session)
             except (OSError, asyncio.IncompleteReadError) as error:
                 load.failures.append(str(error))
                 connection.close()
                 continue
-            load.latencies.append(time.perf_counter() - started)
+            load.latencies.append(came - started)
             load.chunks += chunks
         connection.close()
 

@@ -1,7 +1,7 @@
 """A worker that costs next to nothing: SGLang's endpoints with replies made in advance.
 
-Run as `python -m agentkv_serve.bench.gateway_upstream PORT FRAMES PAUSE_MS`: streams have FRAMES content frames,
-PAUSE_MS apart (0: as fast as the connection takes them).
+Run as `python -m agentkv_serve.bench.gateway_upstream PORT FRAMES PAUSE_MS`: streams have FRAMES content frames, as
+fast as the connection takes them, or PAUSE_MS apart when the request's seed is PACED.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 
 import uvloop
 
+PACED = 7777
 OUTPUT_IDS = [65, 66, 67]
 CONTENT = "ABC"
 FACTS = {"v": 1, "state": "resumed", "reason": None, "logical": 9, "held": 9, "evicted": 0, "prefill": 3, "phases": {}}
@@ -107,7 +108,8 @@ class Upstream(asyncio.Protocol):
         write = self._transport.write  # type: ignore[attr-defined]
         if path == b"/v1/chat/completions":
             if b'"stream":true' in body or b'"stream": true' in body:
-                task = asyncio.ensure_future(self._stream())
+                paced = b'"seed":%d' % PACED in body.replace(b'"seed": ', b'"seed":')
+                task = asyncio.ensure_future(self._stream(self._pause if paced else 0.0))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
@@ -115,12 +117,12 @@ class Upstream(asyncio.Protocol):
         else:
             write(answer(json.dumps(self._small.get(path, {})).encode()))
 
-    async def _stream(self) -> None:
+    async def _stream(self, pause: float) -> None:
         write = self._transport.write  # type: ignore[attr-defined]
         write(self.head)
         for frame in self._frames:
             write(frame)
-            await asyncio.sleep(self._pause)
+            await asyncio.sleep(pause)
         write(self._last)
 
 
