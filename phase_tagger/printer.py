@@ -210,17 +210,21 @@ def _write_leaves(value: Any, leaf: Segment, write: Write) -> Any:
     return value
 
 
-def _schema(tool: Any, write: Write, named: bool = True) -> Any:
-    """A copy of a tool schema whose name and descriptions are written as input of no message."""
+# Keys of a schema whose texts templates only print; others, such as `type` and `required`, they compare.
+_FREE_TEXT = frozenset(("description", "title", "enum", "const", "default", "examples", "pattern"))
+
+
+def _schema(tool: Any, write: Write, *, named: bool = True, free: bool = False) -> Any:
+    """A copy of a tool schema whose name and free texts are written as input of no message."""
+    if isinstance(tool, str):
+        return write(Segment(tool, Label.INPUT, -1, "schema")) if free else tool
     if isinstance(tool, dict):
-        copy = {}
-        for key, value in tool.items():
-            marked = isinstance(value, str) and (key == "description" or (key == "name" and named))
-            if marked:
-                copy[key] = write(Segment(value, Label.INPUT, -1, "schema"))
-            else:
-                copy[key] = _schema(value, write, named and key == "function")
-        return copy
+        return {
+            key: _schema(
+                value, write, named=named and key == "function", free=key in _FREE_TEXT or (named and key == "name")
+            )
+            for key, value in tool.items()
+        }
     if isinstance(tool, list):
-        return [_schema(item, write, False) for item in tool]
+        return [_schema(item, write, named=False, free=free) for item in tool]
     return tool

@@ -85,6 +85,11 @@ def templates() -> dict[str, str]:
     return found
 
 
+def training_template(name: str) -> str:
+    """TRL's copy of a template that marks what the model generates."""
+    return (wheel("trl==1.16.0", "trl/chat_templates/") / "trl/chat_templates" / f"{name}.jinja").read_text("utf-8")
+
+
 def oracles() -> Path:
     """Folder to put on the import path: the `renderers` and `openai_harmony` packages, without dependencies."""
     folder = CACHE / "oracles"

@@ -24,7 +24,7 @@ from agentkv_serve.phase_tagger import (
 )
 from agentkv_serve.phase_tagger.labels import labels_of
 
-from .packages import oracles, templates, vocabulary
+from .packages import oracles, templates, training_template, vocabulary
 from .transcripts import Transcript, load, names
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -79,6 +79,50 @@ def glm_vocabulary() -> Vocabulary:
     tokenizer = Tokenizer.from_str(vocabulary("qwen3").tokenizer.to_str())
     tokenizer.add_special_tokens(list(GLM_CONTROL))
     return Vocabulary(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("qwen3_training", "qwen3"),
+        ("qwen2_5_training", "qwen2.5"),
+        ("qwen3_instruct_2507_training", "qwen3"),
+        ("qwen3_6_training", "qwen3.6"),
+        ("nemotron_3_super_training", "qwen3"),
+        ("llama3_training", "llama3_1"),
+        ("gptoss_training", "gptoss"),
+    ],
+)
+def test_assistant_masks_of_training_templates(template: str, words: str) -> None:
+    """Hugging Face's mask of the assistant's own tokens, from templates that mark what the model generates."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = training_template(template)
+    chat = ChatFormat(vocabulary(words), source, tokens={"bos_token": ""}, tools_template="model")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=chat.vocabulary.tokenizer, chat_template=source)
+    tokenizer.bos_token = None
+    checked = 0
+    for transcript in TRANSCRIPTS:
+        messages = plain_messages(transcript)
+        if any(len(message.get("tool_calls", [])) > 1 for message in messages):
+            continue
+        options = Options(add_generation_prompt=False)
+        try:
+            ours = render_prompt(chat, messages, transcript.tools, options=options)
+            theirs = tokenizer.apply_chat_template(
+                messages, tools=transcript.tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception:  # the template refuses the transcript, in either place
+            continue
+        if ours.ids != theirs["input_ids"]:
+            continue
+        for label, generated in zip(labels_of(ours.runs), theirs["assistant_masks"], strict=True):
+            checked += 1
+            if generated:
+                assert label not in (Label.INPUT, Label.TOOL), transcript.name
+            else:
+                assert label in (Label.INPUT, Label.TOOL, Label.GLUE), transcript.name
+    assert checked > 20_000
 
 
 @pytest.mark.parametrize(

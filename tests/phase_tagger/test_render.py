@@ -115,6 +115,20 @@ def test_markers_inside_messages_change_nothing(chat: ChatFormat, place: str) ->
     assert (hostile.control_tokens > 0) == (place != "city")
 
 
+@pytest.mark.parametrize("key", ["description", "enum", "default"])
+def test_markers_inside_schemas_change_nothing(chat: ChatFormat, key: str) -> None:
+    def tools(text: str) -> list[dict[str, Any]]:
+        value = [text] if key == "enum" else text
+        properties = {"city": {"type": "string", key: value}}
+        parameters = {"type": "object", "properties": properties, "required": ["city"]}
+        return [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+
+    clean = render_prompt(chat, conversation(), tools("harmless"))
+    hostile = render_prompt(chat, conversation(), tools(HOSTILE))
+    assert hostile.confidence == "high"
+    assert [run[2] for run in hostile.runs] == [run[2] for run in clean.runs]
+
+
 def test_sanitize_breaks_control_tokens(chat: ChatFormat) -> None:
     rendered = render_prompt(chat, conversation(tool=HOSTILE), TOOLS, options=Options(sanitize=True))
     assert rendered.control_tokens == 0
