@@ -19,31 +19,27 @@ from agentkv_serve.phase_tagger import Automaton, Label, build_automaton, fold
 
 @dataclass(frozen=True)
 class Dump:
-    """One compaction as the engine wrote it."""
+    """What the engine wrote at a compaction, or at the end of a turn (then nothing is `kept`)."""
 
     length: int
-    old_start: int
-    start: int
-    kept: torch.Tensor  # [layers, Hkv, K] logical positions
-    queries: torch.Tensor  # [layers, R, Hq, D], phase by phase
-    valid: torch.Tensor  # [R]
+    queries: torch.Tensor  # [layers, phases, q, Hq, D]
+    valid: torch.Tensor  # [phases, q]
+    old_start: int = -1
+    start: int = -1
+    kept: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [layers, Hkv, K] positions
 
 
-def read_dumps(folder: Path, key: str) -> list[Dump]:
-    """The compactions of one session, in order."""
+def read_dumps(folder: Path, key: str, kind: str = "") -> list[Dump]:
+    """The compactions of one session in order; with kind "ring-", what its rings held at the end of each turn."""
     found = []
-    for path in sorted(folder.glob(f"[0-9]*-{key[:16]}.npz")):  # not the rings at turn end
+    for path in sorted(folder.glob(f"{kind}[0-9]*-{key[:16]}.npz")):
         with np.load(path) as data:
-            found.append(
-                Dump(
-                    int(data["length"]),
-                    int(data["old_start"]) if "old_start" in data else -1,
-                    int(data["start"]),
-                    torch.from_numpy(data["kept"]).long(),
-                    torch.from_numpy(data["queries"]),
-                    torch.from_numpy(data["valid"]),
-                )
-            )
+            common = (int(data["length"]), torch.from_numpy(data["queries"]), torch.from_numpy(data["valid"]))
+            if kind:
+                found.append(Dump(*common))
+                continue
+            kept = torch.from_numpy(data["kept"]).long()
+            found.append(Dump(*common, int(data["old_start"]), int(data["start"]), kept))
     return found
 
 
@@ -112,6 +108,16 @@ class Duel:
         """Cuts the conversation after `length` tokens, as a client does that edits its history."""
         del self.conversation.ids[length:], self.conversation.labels[length:]
 
+    def rings(self) -> Dump:
+        """What the engine's rings held at the end of the last turn."""
+        return read_dumps(self.conversation.server.dumps, self.conversation.key, "ring-")[-1]
+
+    def expected_rings(self) -> list[torch.Tensor]:
+        """Per phase [layers, U, Hq, D], from the replay."""
+        rings = self.replay.rings
+        sizes = [len(positions) for positions in rings.positions(min(rings.entries))]
+        return list(torch.stack([rings.queries(layer) for layer in sorted(rings.entries)]).split(sizes, dim=1))
+
     def _dumps(self) -> list[Dump]:
         return read_dumps(self.conversation.server.dumps, self.conversation.key)
 
@@ -143,23 +149,23 @@ def assert_same_queries(one: Round, tolerance: float = 1e-4) -> dict[str, int]:
     """The engine's rings at each compaction hold exactly the model's own queries. -> how many, per phase."""
     count = dict.fromkeys(PHASES, 0)
     for dump, compaction in zip(one.dumps, one.turn.compactions, strict=True):
-        size = dump.valid.numel() // len(PHASES)
-        offset = 0
-        for number, phase in enumerate(PHASES):
-            expected = len(compaction.query_positions[number])
-            mine = compaction.queries[:, offset : offset + expected]
-            offset += expected
-            place = slice(number * size, (number + 1) * size)
-            theirs = dump.queries[:, place][:, dump.valid[place]]
-            assert theirs.shape == mine.shape, f"{phase}: {theirs.shape[1]} queries held, {expected} expected"
-            if not expected:
-                continue
-            assert (theirs.flatten(2).norm(dim=-1) > 0).all()
-            # A ring may be stored from any of its places: pair each stored query with its nearest.
-            apart = (theirs[:, :, None] - mine[:, None]).flatten(3).norm(dim=-1) / mine.flatten(2).norm(dim=-1)[:, None]
-            pairing = apart[0].argmin(dim=1)
-            assert sorted(pairing.tolist()) == list(range(expected)), f"{phase}: not a one-to-one pairing"
-            worst = apart[:, torch.arange(expected), pairing].max()
-            assert worst < tolerance, f"{phase}: relative error {worst:.1e}"
-            count[phase] += expected
+        sizes = [len(positions) for positions in compaction.query_positions]
+        assert_same_rings(dump, compaction.queries.split(sizes, dim=1), tolerance)
+        for phase, size in zip(PHASES, sizes, strict=True):
+            count[phase] += size
     return count
+
+
+def assert_same_rings(dump: Dump, expected: Sequence[torch.Tensor], tolerance: float = 1e-4) -> None:
+    """expected: per phase [layers, U, Hq, D]. A ring may be stored from any of its places: the nearest are paired."""
+    for number, (phase, mine) in enumerate(zip(PHASES, expected, strict=True)):
+        theirs = dump.queries[:, number][:, dump.valid[number]]
+        assert theirs.shape == mine.shape, f"{phase}: {theirs.shape[1]} queries held, {mine.shape[1]} expected"
+        if not mine.shape[1]:
+            continue
+        assert (theirs.flatten(2).norm(dim=-1) > 0).all()
+        apart = (theirs[:, :, None] - mine[:, None]).flatten(3).norm(dim=-1) / mine.flatten(2).norm(dim=-1)[:, None]
+        pairing = apart[0].argmin(dim=1)
+        assert sorted(pairing.tolist()) == list(range(mine.shape[1])), f"{phase}: not a one-to-one pairing"
+        worst = apart[:, torch.arange(mine.shape[1]), pairing].max()
+        assert worst < tolerance, f"{phase}: relative error {worst:.1e}"

@@ -148,13 +148,11 @@ def test_one_layer_equals_a_dense_run_under_a_mask(fleet: Fleet, tiny: Callable[
 
 def test_streamed_frames_carry_ids_and_facts(arena: Arena) -> None:
     """What the gateway reads at the end of a streamed turn: output ids, facts, usage, in this order."""
-    with arena.duel(BUDGET) as duel:
+    with arena.duel(4096) as duel:
         step = random_steps([200], [10], seed=28)[0]
         for label, ids in step.pieces:
             duel.conversation.extend(ids, label)
-        plain = Conversation(
-            arena.server, BUDGET, ids=list(duel.conversation.ids), labels=list(duel.conversation.labels)
-        )
+        plain = Conversation(arena.server, 4096, ids=list(duel.conversation.ids), labels=list(duel.conversation.labels))
         expected = plain.send(10, step.initial, ignore_eos=True)
         plain.close()
         frames = duel.conversation.stream(10, step.initial)

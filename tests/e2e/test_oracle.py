@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from duel import Duel, assert_same_queries, assert_same_turn
+from duel import Duel, assert_same_queries, assert_same_rings, assert_same_turn
 from fleet import PAGED, Arena, Fleet
 from oracle import PHASES
 from transcripts import agent_steps, random_steps
@@ -62,3 +62,15 @@ def test_long_decode_and_chunks(fleet: Fleet, tiny: Callable[..., Path], chunk: 
     assert len(lengths) == (6 if chunk == 256 else 4)  # chunk ends, twice in decode, turn end
     for one in duel.rounds:
         assert_same_queries(one)
+
+
+def test_captured_queries_without_any_compaction(arena: Arena) -> None:
+    """Every turn's rings, prompt and sampled tokens of each phase, equal the model's own queries after RoPE."""
+    with arena.duel(4096) as duel:
+        for step in random_steps([300, 40, 60, 50], [30, 20, 40, 20], seed=60):
+            one = duel.play(step)
+            assert not one.dumps
+            assert_same_turn(one)
+            assert_same_rings(duel.rings(), duel.expected_rings())
+    newest = duel.replay.rings.positions(0)
+    assert [len(positions) for positions in newest] == [8, 8, 8, 8]
