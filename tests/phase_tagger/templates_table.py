@@ -19,7 +19,7 @@ from agentkv_serve.phase_tagger.template import ChatTemplate
 
 from .invariants import faults
 from .packages import templates
-from .transcripts import Transcript, load, names
+from .transcripts import HERE, Transcript, load, names
 
 TABLE = Path(__file__).parents[2] / "docs" / "results" / "templates.md"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -41,9 +41,8 @@ class Row:
 
 
 def transcripts() -> list[Transcript]:
-    """Every recorded transcript; of the large collection every tenth run."""
-    found = [transcript for name in names() for transcript in load(name)]
-    return [t for t in found if not t.name.startswith("20_") or t.name.endswith("0")]
+    """Every transcript of the repository."""
+    return [transcript for name in names() if (HERE / name).is_file() for transcript in load(name)]
 
 
 def print_transcript(template: ChatTemplate, family: Family, transcript: Transcript) -> Printed:
@@ -152,11 +151,16 @@ def table(found: list[Row], count: int) -> str:
         "",
         "- **drift**: A append-only; B the next user message changes earlier turns (old thinking goes); C every",
         "  assistant turn changes what stands before it; D something near the head moves with each user message;",
-        "  - the template refuses tools. Measured with a call, its result, an answer and a second question.",
+        "  `-` the template refuses tools. Measured with a call, its result, an answer and a second question.",
         "- **verified**: renderings whose places were verified against the plain rendering / not verified / refused by",
         "  the template itself.",
         "- **dropped**: parts of messages that the template leaves out in at least one transcript.",
-        "- **engine**: whether the engine serves the family, or only labels exist and why.",
+        "- **engine**: `served` = nothing in the family speaks against it (the engine checks the architecture at",
+        "  start); else only labels exist, and why.",
+        "",
+        f"In all {sum(row.verified for row in found)} renderings verified, "
+        f"{sum(len(row.unverified) for row in found)} not verified, "
+        f"{sum(sum(row.refused.values()) for row in found)} refused by the templates.",
         "",
         "| template | family | drift | verified | dropped | engine |",
         "| --- | --- | --- | --- | --- | --- |",

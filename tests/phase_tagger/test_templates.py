@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from .templates_table import TABLE, Row, rows, table, transcripts
+from .packages import templates
+from .templates_table import TABLE, Row, measure, rows, table, transcripts
+from .transcripts import load
 
 pytestmark = pytest.mark.long
 
@@ -17,7 +19,7 @@ def measured() -> list[Row]:
 def test_every_successful_rendering_is_verified(measured: list[Row]) -> None:
     assert len(measured) >= 100
     assert {row.name: row.unverified for row in measured if row.unverified} == {}
-    assert sum(row.verified for row in measured) > 50 * len(measured)
+    assert sum(row.verified for row in measured) > 40 * len(measured)
 
 
 def test_labels_keep_the_rules_under_every_template(measured: list[Row]) -> None:
@@ -26,6 +28,15 @@ def test_labels_keep_the_rules_under_every_template(measured: list[Row]) -> None
 
 def test_injected_markers_change_no_label_under_any_template(measured: list[Row]) -> None:
     assert {row.name: row.injected for row in measured if row.injected} == {}
+
+
+def test_runs_of_the_large_collection() -> None:
+    """Where it is at hand: every tenth run, through every template."""
+    runs = load("20_tau_airline_gpt4o_even_tasks.json")[::10]
+    if not runs:
+        pytest.skip("the large collection is not part of the repository")
+    measured = [measure(name, source, runs) for name, source in templates().items()]
+    assert {row.name: row.unverified + row.faults[:3] for row in measured if row.unverified or row.faults} == {}
 
 
 @pytest.mark.parametrize(
