@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from .printer import Confidence, Printed, Printer
 from .regions import CharRuns, Regions
 from .template import TemplateError
 
-_LEDGER = -1  # message index of the assistant turn that the ledger holds already
-_HEAD = -2
+_LEDGER = -3  # message index of the assistant turn that the ledger holds already
+_QUESTION = -2  # message index of the question that stands for everything before it
 
 
 class AppendError(ValueError):
@@ -132,18 +133,35 @@ def render_appended(
         raise AppendError(f"messages[{start - 1}] must be the assistant turn that the ledger ends with")
     turn, *new = _read(chat, messages[start - 1 :], options, start - 1).messages
     unknown = _read(chat, messages[start:], options).unknown_parts
-    head = Message(_HEAD, "user", [Segment("go on", Label.INPUT, _HEAD, "content")])
-    short = Conversation([head, _shortened(turn), *new])
-    shown = None if chat.family.tools_follow_last_user else tools
-    family, printed = _print(chat, short, shown, template_kwargs, options, chat.uses_own(tools, short))
-    regions = Regions(printed.text, printed.fields, family)
+    leading = _read(chat, list(_leading(messages[: start - 1])), options).messages
+    question = Message(_QUESTION, "user", [Segment("go on", Label.INPUT, _QUESTION, "content")])
+    own = chat.uses_own(tools, Conversation([turn, *new]))
+    # Switches in the system text count for every turn. But templates that print the system text or the tools before
+    # the last user message (class D) would print them again: the ledger has them already.
+    for head, shown in (([*leading, question], tools), ([question], None)):
+        short = Conversation([*head, _shortened(turn), *new])
+        family, printed = _print(chat, short, shown, template_kwargs, options, own)
+        regions = Regions(printed.text, printed.fields, family)
+        cut = _ledger_end(regions)
+        after = {f.segment.message for f in printed.fields if f.start >= cut}
+        if min(after - {_LEDGER}, default=start) >= start:
+            break
+    window = (cut, len(printed.text))
+    rendered = _finish(chat, printed, regions, window, options, offset, unknown, bool(tools), start)
+    return _join(chat, family, rendered, last_id, open_block, offset)
+
+
+def _leading(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return takewhile(lambda message: message.get("role") in ("system", "developer"), messages)
+
+
+def _ledger_end(regions: Regions) -> int:
+    """Where the assistant turn that the ledger holds ends in a rendered text."""
     ends = [span.end for span in regions.spans if span.message == _LEDGER]
     if not ends:
         raise TemplateError("the chat template does not print the assistant's turn")
     cut = regions.turn_end_after(ends[-1])
-    window = (cut if cut >= 0 else ends[-1], len(printed.text))
-    rendered = _finish(chat, printed, regions, window, options, offset, unknown, bool(tools))
-    return _join(chat, family, rendered, last_id, open_block, offset)
+    return cut if cut >= 0 else ends[-1]
 
 
 def _read(chat: ChatFormat, messages: Sequence[Mapping[str, Any]], options: Options, first: int = 0) -> Conversation:
@@ -191,6 +209,7 @@ def _finish(
     offset: int,
     unknown_parts: int,
     calls: bool,
+    first: int = 0,
 ) -> Rendered:
     """Tokenise the characters of the window and carry the labels over to the tokens."""
     begin, end = window
@@ -223,7 +242,7 @@ def _finish(
         initial,
         regions.family.name,
         printed.confidence,
-        tuple(place for place in printed.dropped if place[0] >= 0),
+        tuple(place for place in printed.dropped if place[0] >= first),
         unknown_parts,
         sum(int(added[tokens[part.start - offset : part.end - offset]].sum()) for part in given),
         parts,

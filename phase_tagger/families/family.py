@@ -44,7 +44,6 @@ class Family:
     hints: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     drift: Drift = "?"
-    tools_follow_last_user: bool = False
     roles: dict[str, str] = field(default_factory=dict)
     header: tuple[str, str] = ("<|im_start|>", "\n")
     unserved: str = ""

@@ -42,7 +42,6 @@ MISTRAL = Family(
     turn_start=_START,
     needs=("[INST]",),
     hints=("[INST]",),
-    tools_follow_last_user=True,
     drift="D",
 )
 FAMILIES = (MAGISTRAL, MINISTRAL, MISTRAL)

@@ -171,6 +171,33 @@ def test_every_prefix_of_the_conversation_is_a_prefix_of_the_prompt(chat: ChatFo
         assert whole[: len(part)] == part
 
 
+def test_switches_in_the_system_text_count_for_appended_turns(tiny: Vocabulary) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n\n{% endif %}"
+    )
+    chat = ChatFormat(tiny, template, family="qwen3", tools_template="model")
+    for system, initial in (("/no_think", "say"), ("Be brief.", "start")):
+        messages = [{"role": "system", "content": system}, *conversation()[5:7]]
+        added = render_appended(chat, messages, 2, TOOLS)
+        assert added.initial == initial
+        whole = render_prompt(chat, messages, TOOLS)
+        assert whole.ids[-len(added.ids) :] == added.ids
+
+
+def test_what_moves_with_the_last_user_message_is_not_repeated(tiny: Vocabulary) -> None:
+    """Templates of class D print the system text and the tools before the last user message."""
+    template = (
+        "{% for m in messages %}{% if m.role != 'system' %}"
+        "{% if loop.last %}{{ tools | tojson if tools else '' }}{{ messages[0].content }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    chat = ChatFormat(tiny, template, tools_template="model")
+    messages = [{"role": "system", "content": "Be brief."}, *conversation()[5:7]]
+    text = chat.vocabulary.decode(render_appended(chat, messages, 2, TOOLS).ids)
+    assert "Thanks" in text and "get_weather" not in text and "Be brief." not in text
+
+
 def test_unclosed_thinking_is_closed_first(chat: ChatFormat) -> None:
     messages = conversation()
     plain = render_appended(chat, messages, 6, TOOLS)
