@@ -52,7 +52,11 @@ _VARIANTS = (
 
 
 class Printer:
-    """Prints one conversation through one template. `escape` changes the text of given strings first."""
+    """Prints one conversation through one template.
+
+    `escape`: control tokens to break in given strings. `names_only`: of tool schemas only the names are marked,
+    enough to see where they are printed.
+    """
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Printer:
         escape: re.Pattern[str] | None = None,
         add_generation_prompt: bool = True,
         now: datetime | None = None,
+        names_only: bool = False,
     ) -> None:
         self.template = template
         self.conversation = conversation
@@ -72,6 +77,7 @@ class Printer:
         self.escape = escape
         self.add_generation_prompt = add_generation_prompt
         self.now = now or datetime.now()
+        self._write_schema = _schema_name if names_only else _schema
         self._parts = _wants_parts(template.source)
 
     def print(self) -> Printed:
@@ -124,7 +130,7 @@ class Printer:
         messages: list[JsonObject] = []
         for message in self.conversation.messages:
             messages += self._split(self._message(message, variant, write, everything), variant)
-        tools = [_schema(tool, write) for tool in self.tools] if everything else self.tools
+        tools = [self._write_schema(tool, write) for tool in self.tools] if everything else self.tools
         yield from self.template.stream(
             messages,
             tools or (None if variant.no_tools else []),
@@ -208,6 +214,15 @@ def _write_leaves(value: Any, leaf: Segment, write: Write) -> Any:
     if isinstance(value, list):
         return [_write_leaves(item, leaf, write) for item in value]
     return value
+
+
+def _schema_name(tool: Any, write: Write) -> Any:
+    """A copy of a tool schema whose name is written as input of no message."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return _schema(tool, write)
+    name = write(Segment(function["name"], Label.INPUT, -1, "schema"))
+    return tool | {"function": function | {"name": name}}
 
 
 # Keys of a schema whose texts templates only print; others, such as `type` and `required`, they compare.

@@ -186,6 +186,7 @@ def _print(
     options: Options,
     own: bool | None = None,
 ) -> tuple[Family, Printed]:
+    appended = own is not None
     own = chat.uses_own(tools, conversation) if own is None else own
     template, family = chat.template_for(own)
     printer = Printer(
@@ -196,6 +197,7 @@ def _print(
         escape=chat.vocabulary.control if options.sanitize else None,
         add_generation_prompt=options.add_generation_prompt and not options.continue_final,
         now=options.now,
+        names_only=appended,
     )
     return family, printer.print()
 
