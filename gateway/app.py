@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from agentkv_serve import __version__
 from agentkv_serve.gateway.edge import Edge, api_error, client_gone, http_error
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.routes import admin
 from agentkv_serve.gateway.routes.chat import chat_completions
 from agentkv_serve.gateway.routes.completions import completions, embeddings
-from agentkv_serve.gateway.routes.health import healthz, metrics, readyz
+from agentkv_serve.gateway.routes.health import healthz, metrics, openapi, readyz
 from agentkv_serve.gateway.routes.messages import count_tokens, messages
 from agentkv_serve.gateway.routes.models import get_model, list_models
 from agentkv_serve.gateway.routes.responses import create_response, one_response
@@ -27,26 +27,17 @@ from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.departure import ClientGone
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> Starlette:
     """The gateway for `settings`. All state is made in the lifespan and ends with it."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         renderer = await asyncio.to_thread(Renderer.load, settings.model_path)
         async with Runtime(settings, renderer) as runtime:
             app.state.runtime = runtime
             yield
 
-    app = FastAPI(
-        title="AgentKV Serve gateway",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        exception_handlers={ApiError: api_error, ClientGone: client_gone, HTTPException: http_error},
-    )
-    # Plain routes: the hot path pays for no validation layer of the framework.
-    app.router.routes += [
+    routes = [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
@@ -68,6 +59,11 @@ def create_app(settings: Settings) -> FastAPI:
         Route("/healthz", healthz, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
     ]
-    app.add_middleware(Edge)
-    return app
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(Edge)],
+        exception_handlers={ApiError: api_error, ClientGone: client_gone, HTTPException: http_error},
+    )

@@ -69,8 +69,10 @@ class TenantSettings(_Part):
 
 
 class SessionSettings(_Part):
-    """Life of sessions. Times in seconds."""
+    """Life of sessions. Times in seconds. `retain`: `all` keeps earlier turns' thinking until the cache evicts it;
+    `template` lets the chat template drop it at a new user message, which then costs a prefill from there."""
 
+    retain: Literal["all", "template"] = "all"
     implicit: bool = True
     idle_ttl: Seconds = 3600
     busy_wait: Annotated[float, Field(ge=0)] = 5

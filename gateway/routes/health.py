@@ -1,4 +1,4 @@
-"""Liveness, readiness and metrics."""
+"""Liveness, readiness, metrics and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from agentkv_serve.gateway.encoding import dumps
+from agentkv_serve.gateway.openapi import describe
 from agentkv_serve.gateway.runtime import runtime_of
 
 
@@ -24,6 +25,11 @@ async def readyz(request: Request) -> Response:
         status = "degraded"
     body = {"status": status, "workers": workers, "store": "down" if runtime.store.degraded else "up"}
     return Response(dumps(body), 200 if ready else 503, media_type="application/json")
+
+
+async def openapi(request: Request) -> Response:
+    """The OpenAPI document."""
+    return Response(dumps(describe()), media_type="application/json")
 
 
 async def metrics(request: Request) -> Response:

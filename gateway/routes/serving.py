@@ -30,15 +30,15 @@ async def serve_turn(request: Request, tenant: Tenant, chat: ChatRequest, dialec
         turn = Turn(runtime.services, plan, runtime.tracing.begin(request.headers, chat.model), request_id)
         departure.then(turn.abort)
         await turn.place()
-        opening = asyncio.create_task(turn.open())
         if chat.stream:
+            opening = asyncio.create_task(turn.open())
             # Refusals come as HTTP errors as long as they come soon; after that keep-alives must begin.
             await asyncio.wait({opening}, timeout=ping)
             if opening.done():
                 opening.result()
             handed_on = True
             return TurnStream(turn, dialect, opening, departure, ping)
-        await opening
+        await turn.open()
         reply = await dialect.whole(turn, await turn.whole())
         headers = {**turn.headers(), **dialect.headers(turn)}
         return Response(dumps(reply), 200, headers, media_type="application/json")

@@ -17,12 +17,13 @@ class ClientGone(Exception):
 
 
 class Departure:
-    """Watches a connection once its request body was read. Use as an async context manager."""
+    """Watches a connection once its request body was read. Use as an async context manager. `gone`: the client left."""
 
     def __init__(self, receive: Callable[[], Awaitable[Message]]) -> None:
+        self.gone = False
         self._receive = receive
         self._action: Callable[[], Coroutine[Any, Any, None]] | None = None
-        self._gone = asyncio.Event()
+        self._cancels: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Departure:
@@ -36,31 +37,28 @@ class Departure:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
 
-    @property
-    def gone(self) -> bool:
-        """True once the client has left."""
-        return self._gone.is_set()
-
     def then(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """What to do when the client leaves from now on."""
         self._action = action
 
-    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+    async def unless_gone(self, work: Awaitable[T]) -> T:
         """The result of `work`, which is cancelled when the client leaves first: raises ClientGone then."""
-        task, gone = asyncio.create_task(work), asyncio.create_task(self._gone.wait())
+        self._cancels = asyncio.current_task()
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise ClientGone
+            return await work
+        except asyncio.CancelledError:
+            if self._cancels is None or not self.gone or self._cancels.cancelling() > 1:
+                raise
+            self._cancels.uncancel()
+            raise ClientGone from None
         finally:
-            for unfinished in (task, gone):
-                unfinished.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+            self._cancels = None
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone.set()
-        if self._action:
+        self.gone = True
+        if self._cancels:
+            self._cancels.cancel()
+        elif self._action:
             await self._action()

@@ -39,7 +39,7 @@ class Dispatch:
         self._headers = {**FRAMED, **trace_headers}
         self._rid = ""
         self._reserved = 0
-        self._sending: asyncio.Task[Reply] | None = None
+        self._bound: asyncio.Timeout | None = None
 
     @property
     def moved(self) -> bool:
@@ -151,19 +151,14 @@ class Dispatch:
     async def _send(self, worker: Worker) -> Reply:
         self._rid = secrets.token_hex(16)
         self.sent = True
-        task = asyncio.create_task(
-            self._s.client.generate(worker, self._body(), path=self._plan.request.path, headers=self._headers)
-        )
-        self._sending = task
+        path = self._plan.request.path
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise UpstreamError("the aborted turn did not end in time", sent=True) from None
-            task.cancel()
-            raise
+            async with asyncio.timeout(None) as self._bound:
+                return await self._s.client.generate(worker, self._body(), path=path, headers=self._headers)
+        except TimeoutError as error:
+            raise UpstreamError("the aborted turn did not end in time", sent=True) from error
         finally:
-            self._sending = None
+            self._bound = None
 
     def _body(self) -> bytes:
         plan, request = self._plan, self._plan.request
@@ -211,8 +206,8 @@ class Dispatch:
 
     def _cut(self) -> None:
         """The worker did not end an aborted turn in time: drop the connection."""
-        if self._sending:
-            self._sending.cancel()
+        if self._bound:
+            self._bound.reschedule(asyncio.get_running_loop().time())
         if self.reply and not self.closed:
             self.reply.close()
 

@@ -30,6 +30,7 @@ from agentkv_serve.gateway.sessions.store import (
 from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.controls import Controls, default_budget, read_controls
 from agentkv_serve.gateway.turns.request import ChatRequest
+from agentkv_serve.phase_tagger import Label
 
 # Tool-call ids that some models number per conversation ("functions.f:0") identify nobody.
 _UNIQUE_CALL = re.compile(r"[A-Za-z]*[_-]?[0-9a-fA-F-]{16,}")
@@ -284,6 +285,8 @@ class Planner:
             else default_budget(self._settings.budget, cap, plan.context_length)
         )
         plan.policy = session.policy or self._settings.policy
+        if self._settings.sessions.retain == "template" and _ends_a_chain(plan):
+            plan.match, plan.kind = NO_MATCH, Kind.BRANCH
         plan.prompt = await self._render(plan)
         self._check_length(plan)
         _reserve(plan, session)
@@ -335,6 +338,13 @@ def _kind(ledger: Ledger, match: Match) -> Kind:
     if match is NO_MATCH or not match.turns:
         return Kind.REPLACED
     return Kind.APPEND if match.link == ledger.head else Kind.BRANCH
+
+
+def _ends_a_chain(plan: Plan) -> bool:
+    """A new user message after turns that thought: templates then print the earlier turns without their thinking."""
+    fresh = plan.request.messages[plan.match.covered :]
+    thought = any(label == Label.THINK for turn in plan.match.turns for label in turn.runs[2::3])
+    return thought and any(message["role"] == "user" for message in fresh)
 
 
 def _reserve(plan: Plan, session: Session) -> None:

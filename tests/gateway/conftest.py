@@ -30,6 +30,7 @@ class Stack:
         self.engines = engines
         self.servers = servers
         self.url = gateway.url
+        self.app = app
         self.runtime: Runtime = app.state.runtime
         self.http = httpx.Client(base_url=gateway.url, timeout=20)
 

@@ -75,6 +75,7 @@ class FakeEngine:
         self.sessions: dict[str, Record] = {}
         self.epochs: dict[str, int] = {}
         self.running: dict[str, asyncio.Event] = {}
+        self.tolerant = False  # refuses what it cannot read, as SGLang's validation does
         self.deaf = False  # ignores aborts
         self.loading = False
         self.key: str | None = None
@@ -139,6 +140,8 @@ class FakeEngine:
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))
+        if self.tolerant and not isinstance(body.get("n", 1), int):
+            return self._refusal(400, "n must be an integer")
         answer = self.script(body)
         if answer.refuse:
             return self._refusal(*answer.refuse)

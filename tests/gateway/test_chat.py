@@ -260,3 +260,23 @@ def test_rebuild_on_request(stack: Stack) -> None:
 def test_thinking_arguments_reach_the_template_and_the_parser(stack: Stack, streamed: bool) -> None:
     stack.post([user("Hi")], reasoning_effort="none", stream=streamed)
     assert stack.engine.requests[0]["reasoning_effort"] == "none"
+
+
+@pytest.mark.parametrize(("retain", "state", "kept"), [("all", "resumed", True), ("template", "rebuilt", False)])
+def test_old_thinking_stays_or_goes_as_the_template_says(start: Start, retain: str, state: str, kept: bool) -> None:
+    stack = start(sessions={"retain": retain})
+    stack.engine.script = lambda body: Answer("", reasoning="old thoughts", calls=[("weather", "{}")])
+    messages = [user("Weather?")]
+    stack.say(messages, tools=[WEATHER])
+    call = messages[-1]["tool_calls"][0]["id"]
+    messages[-1] = {k: v for k, v in messages[-1].items() if k != "reasoning_content"}
+    messages.append(tool_result(call, "sunny"))
+    stack.engine.script = lambda body: Answer("It is sunny.")
+    # Within the tool loop nothing is dropped.
+    assert stack.say(messages, tools=[WEATHER])["agentkv"]["state"] == "resumed"
+    messages.append(user("And tomorrow?"))
+    reply = stack.say(messages, tools=[WEATHER])
+    assert reply["agentkv"]["state"] == state
+    assert ("old thoughts" in stack.engine.text(stack.engine.requests[-1])) is kept
+    messages.append(user("And then?"))
+    assert stack.say(messages, tools=[WEATHER])["agentkv"]["state"] == "resumed"

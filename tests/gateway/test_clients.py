@@ -42,8 +42,16 @@ def play(stack: Stack) -> None:
     stack.engine.script = script
 
 
+FAST = {
+    ("openai_loop.py", "streamed", ""),
+    ("openai_loop.py", "whole", "loop-1"),
+    ("langchain_loop.py", "whole", ""),
+    ("langchain_loop.py", "streamed", "loop-1"),
+    ("anthropic_loop.py", "streamed", ""),
+    ("responses_loop.py", "streamed", "ids"),
+}
 LOOPS = [
-    (script, mode, way)
+    pytest.param(script, mode, way, marks=[] if (script, mode, way) in FAST else pytest.mark.long)
     for script, ways in (
         ("openai_loop.py", ("", "loop-1")),
         ("langchain_loop.py", ("", "loop-1")),
