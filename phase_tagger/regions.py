@@ -43,6 +43,9 @@ class Regions:
         self.labels: CharLabels = np.full(len(text), Label.GLUE, np.int8)
         self._starts = _either(family.turn_start)
         self._ends = _either(family.turn_end)
+        opens = _either(tuple(block.open for block in family.think)).pattern
+        closes = _either(tuple(block.close for block in family.think if block.close)).pattern
+        self._think_open, self._think_close = re.compile(rf"(?:{opens})\s*\Z"), re.compile(rf"\s*(?:{closes})")
         self._known = bool(family.turn_start or family.turn_end)
         self.spans = self._merge(fields)
         for span in self.spans:
@@ -98,16 +101,15 @@ class Regions:
         if b <= a:
             return
         starts = [match.start() for match in self._starts.finditer(self.text, a, b)]
-        if starts and previous:
-            self._after(previous, a, starts[0])
-        if not starts:
-            middle = self._after(previous, a, b) if previous else a
+        if not starts:  # both stand in one turn
+            rest = self._after(previous, a, b) if previous else a
             if following:
-                self._before(following, middle, b, previous)
+                self._before(following, rest, b, previous)
             return
-        first = 0 if previous else a
-        if previous is None:
-            self._free_text(first, starts[0])
+        if previous:
+            self._after(previous, a, starts[0])
+        else:
+            self._free_text(a, starts[0])
         for start, end in pairwise(starts):
             self._free_text(self._header(start, end), end)
         if following:
@@ -119,8 +121,7 @@ class Regions:
         end = stop.start() if stop else b
         rest = a
         if span.label is Label.THINK and span.part != "call":
-            closers = _either(tuple(block.close for block in self.family.think if block.close))
-            match = re.compile(rf"\s*(?:{closers.pattern})").match(self.text, a, end)
+            match = self._think_close.match(self.text, a, end)
             rest = match.end() if match else a
         elif span.part == "call" or span.label is Label.ACT:
             if not self.family.channels:
@@ -144,8 +145,7 @@ class Regions:
         same = previous is not None and previous.message == span.message
         header = self._header(a, b) if previous is None else a
         if span.label is Label.THINK and span.part != "call":
-            openers = _either(tuple(block.open for block in self.family.think))
-            match = re.compile(rf"(?:{openers.pattern})\s*\Z").search(self.text[a:b])
+            match = self._think_open.search(self.text[a:b])
             begin = a + match.start() if match else b
         elif span.part == "call" or span.label is Label.ACT:
             if not self.family.channels:

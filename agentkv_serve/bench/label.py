@@ -108,7 +108,7 @@ def transcript(chat: ChatFormat, tokens: int) -> list[dict[str, Any]]:
     loop = [_step(number) for number in range(2)]
     two = len(render_prompt(chat, [*head, *loop[0], *loop[1]], _TOOLS).tokens)
     one = len(render_prompt(chat, [*head, *loop[0]], _TOOLS).tokens)
-    steps = max(1, round((tokens - one) / (two - one)))
+    steps = max(1, 1 + round((tokens - one) / (two - one)))
     messages = [*head, *(message for number in range(steps) for message in _step(number))]
     return [*messages, _call("last", steps)]
 

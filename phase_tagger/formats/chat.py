@@ -153,8 +153,7 @@ class _Reader:
         given = [raw[key] for key in REASONING_KEYS if isinstance(raw.get(key), str) and raw[key]]
         for call in _calls(raw):
             self._call(message, call)
-        self._content(message, raw.get("content"), Label.SAY, "content")
-        thoughts = [*given[:1], *self._thoughts]
+        thoughts = given[:1] + self._content(message, raw.get("content"), Label.SAY, "content")
         thought = "\n".join(text for text in thoughts if text)
         if thoughts:
             message.reasoning = Segment(thought, Label.THINK, message.index, "reasoning")
@@ -174,9 +173,8 @@ class _Reader:
         label = Label.THINK if name in self.think_tools else Label.ACT
         message.calls.append(Call(identity, Segment(name, label, message.index, "call"), parse_arguments(arguments)))
 
-    _thoughts: Sequence[str] = ()
-
-    def _content(self, message: Message, content: Any, label: Label, part: str) -> None:
+    def _content(self, message: Message, content: Any, label: Label, part: str) -> list[str]:
+        """Read a message's content; returns the thoughts among its parts."""
         thoughts: list[str] = []
         texts: list[str] = []
         if isinstance(content, str):
@@ -188,10 +186,10 @@ class _Reader:
             self._part(message, content, texts, thoughts)
         elif content is not None:
             texts.append(json.dumps(content, ensure_ascii=False))
-        self._thoughts = thoughts
         text = " ".join(texts)
         if text:
             message.content.append(Segment(text, label, message.index, part))
+        return thoughts
 
     def _part(self, message: Message, item: Any, texts: list[str], thoughts: list[str]) -> None:
         if isinstance(item, str):

@@ -73,7 +73,7 @@ def test_what_may_become_a_marker_is_held() -> None:
 @settings(max_examples=60, deadline=None)
 @given(text=HOSTILE)
 def test_the_automaton_differs_only_inside_openers(tiny: Vocabulary, text: str) -> None:
-    """The device labels at once: only the first pieces of an opener, and whitespace, may settle otherwise."""
+    """The device labels at once: only pieces that may open a block, and whitespace, may settle otherwise."""
     automaton = built("smollm2", tiny)
     text = text.replace("<|im_end|>", "").replace("<|im_start|>", "")
     ids = tiny.encode(text)[0].tolist()
@@ -87,7 +87,7 @@ def test_the_automaton_differs_only_inside_openers(tiny: Vocabulary, text: str) 
         position += len(token)
         if label not in here:
             opener = any(token.strip() in marker for marker in (b"<tool_call>", b"<think>"))
-            assert label in (SAY, THINK) and (opener or not token.strip()), (text, token, label, here)
+            assert opener or not token.strip(), (text, token, label, here)
 
 
 def test_long_texts_without_markers_are_one_piece() -> None:
