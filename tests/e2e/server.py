@@ -235,6 +235,7 @@ class Conversation:
             "return_output_ids_in_sglext": True,
             "return_cached_tokens_details": True,
             "custom_params": self.custom_params(initial),
+            "cache_salt": self.salt,
         }
         self.epoch += 1
         frames: list[tuple[str, Any]] = []

@@ -30,12 +30,13 @@ def settle(duel: Duel, steps: list[Step], states: list[str]) -> None:
 
 def test_abort_before_the_turns_first_compaction_rolls_back(arena: Arena) -> None:
     steps = random_steps([400, 60, 50, 40], [30, 40, 20, 150], seed=1)
-    with arena.duel(128) as duel:
+    with arena.duel(480) as duel:
         settle(duel, steps[:1], ["new"])
         with duel.conversation.running(steps[1].pieces[:1]) as turn:
             turn.read(10)
             turn.abort()
         settle(duel, steps[1:], ["resumed"] * 3)
+        assert sum(len(one.dumps) for one in duel.rounds) >= 3
 
 
 def test_abort_after_a_compaction_rebuilds(arena: Arena) -> None:
