@@ -82,7 +82,7 @@ def gateway(
             line
             for size in sizes
             for parallel in loads
-            for line in asyncio.run(_measure(targets, size, parallel, _count(requests, size)))
+            for line in asyncio.run(_measure(targets, size, parallel, _count(requests, size), frames * pause_ms / 1000))
         ]
     configuration = {
         "requests": requests,
@@ -99,13 +99,17 @@ def _count(requests: int, size: int) -> int:
     return requests if size <= 32 else max(20, requests // 10)
 
 
-async def _measure(targets: Sequence[Target], size: int, parallel: int, count: int) -> list[Line]:
+async def _measure(
+    targets: Sequence[Target], size: int, parallel: int, count: int, stream_seconds: float
+) -> list[Line]:
     direct: list[float] = []
     lines = []
     for target in targets:
         whole, cpu = await _second_turns(target, size, parallel, count)
         burst, burst_cpu = await _second_turns(target, size, parallel, max(parallel, count // 10), stream=True)
-        paced, _ = await _second_turns(target, size, parallel, max(parallel, count // 4), stream=True, seed=PACED)
+        paced, _ = await _second_turns(
+            target, size, parallel, max(4 * parallel, count // 4), stream=True, spread=stream_seconds
+        )
         p50, p99 = _percentiles(paced.latencies)
         direct = direct or [p50, p99]
         own = target.pid is not None
@@ -133,16 +137,17 @@ async def _measure(targets: Sequence[Target], size: int, parallel: int, count: i
 
 
 async def _second_turns(
-    target: Target, size: int, parallel: int, count: int, *, stream: bool = False, seed: int | None = None
+    target: Target, size: int, parallel: int, count: int, *, stream: bool = False, spread: float = 0.0
 ) -> tuple[Load, float]:
-    """Second turns of `count` conversations: only the appended KB is new. The first turns are not measured. Returns the
-    load and the target's CPU seconds."""
+    """Second turns of `count` conversations: only the appended KB is new. The first turns are not measured. `spread`:
+    seconds of a paced stream. Returns the load and the target's CPU seconds."""
     mark = os.urandom(4).hex()
+    seed = PACED if spread else None
     bodies = [conversation(size, stream, number, seed) for number in range(count)]
     names = [f"{mark}-{number}" for number in range(count)]
     first = await run(target.port, KEY, [(n, b[0]) for n, b in zip(names, bodies, strict=True)], parallel)
     before = _cpu_seconds(target.pid)
-    load = await run(target.port, KEY, [(n, b[1]) for n, b in zip(names, bodies, strict=True)], parallel)
+    load = await run(target.port, KEY, [(n, b[1]) for n, b in zip(names, bodies, strict=True)], parallel, spread)
     load.failures += first.failures
     return load, _cpu_seconds(target.pid) - before
 

@@ -83,12 +83,14 @@ def conversation(body_kb: int, stream: bool, number: int, seed: int | None = Non
     return first, json.dumps({"model": "bench", "messages": messages, **extra}).encode()
 
 
-async def run(port: int, key: str, bodies: Sequence[tuple[str, bytes]], parallel: int) -> Load:
-    """Post all (session, body) pairs, `parallel` at a time."""
+async def run(port: int, key: str, bodies: Sequence[tuple[str, bytes]], parallel: int, spread: float = 0.0) -> Load:
+    """Post all (session, body) pairs, `parallel` at a time. The first ones begin over `spread` seconds: agents do not
+    speak in unison."""
     load = Load()
     waiting = iter(bodies)
 
-    async def work(connection: Connection) -> None:
+    async def work(connection: Connection, place: int) -> None:
+        await asyncio.sleep(spread * place / parallel)
         for session, body in waiting:
             started = time.perf_counter()
             try:
@@ -102,6 +104,6 @@ async def run(port: int, key: str, bodies: Sequence[tuple[str, bytes]], parallel
         connection.close()
 
     started = time.perf_counter()
-    await asyncio.gather(*(work(Connection(port, key)) for _ in range(parallel)))
+    await asyncio.gather(*(work(Connection(port, key), place) for place in range(parallel)))
     load.seconds = time.perf_counter() - started
     return load
