@@ -149,7 +149,7 @@ def _compose(tables: _ByteTables, tokens: list[bytes]) -> tuple[npt.NDArray[np.i
     the token when it covers that byte.
     """
     count = len(tables.modes)
-    step_next, step_label, step_owned = tables.next, tables.label, tables.owned
+    step_next, step_label, step_owned = (table.ravel() for table in (tables.next, tables.label, tables.owned))
     tokens = [*tokens, b"a"]  # the last column: plain text
     next_state = np.empty((count, len(tokens)), np.int16)
     label = np.empty((count, len(tokens)), np.int8)
@@ -169,10 +169,14 @@ def _compose(tables: _ByteTables, tokens: list[bytes]) -> tuple[npt.NDArray[np.i
             state = np.repeat(np.arange(count, dtype=np.int16)[:, None], len(chunk), axis=1)
             chosen = np.zeros((count, len(chunk)), np.int8)
             for position in range(length):
-                byte = read[:, position][None, :]
-                here, owned = step_label[state, byte], step_owned[state, byte]
-                covers = (position == first) | ((owned > 0) & (position >= first) & (position - owned < first))
-                chosen = np.where(covers, here, chosen)
-                state = step_next[state, byte]
+                step = state.astype(np.int32) * 256 + read[:, position]
+                deciding = np.flatnonzero(first == position)
+                chosen[:, deciding] = step_label[step[:, deciding]]
+                owned = step_owned[step]
+                rows, columns = np.nonzero(owned)  # few: where a marker is complete
+                covers = (position > first[columns]) & (position - owned[rows, columns] < first[columns])
+                rows, columns = rows[covers], columns[covers]
+                chosen[rows, columns] = step_label[step[rows, columns]]
+                state = step_next[step]
             next_state[:, chunk], label[:, chunk] = state, chosen
     return next_state, label
