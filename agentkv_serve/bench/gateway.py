@@ -108,7 +108,7 @@ async def _measure(
         whole, cpu = await _second_turns(target, size, parallel, count)
         burst, burst_cpu = await _second_turns(target, size, parallel, max(parallel, count // 10), stream=True)
         paced, _ = await _second_turns(
-            target, size, parallel, max(4 * parallel, count // 4), stream=True, spread=stream_seconds
+            target, size, parallel, min(count, max(60, 8 * parallel)), stream=True, spread=stream_seconds
         )
         p50, p99 = _percentiles(paced.latencies)
         direct = direct or [p50, p99]

@@ -169,7 +169,7 @@ def _tool_choice(choice: Any) -> Json:
     chosen: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
     if kind == "tool":
         chosen[kind] = {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in chosen:
+    if not isinstance(kind, str) or kind not in chosen:
         raise bad_request("tool_choice.type must be auto, any, tool or none.", param="tool_choice")
     result: Json = {"tool_choice": chosen[kind]}
     if choice.get("disable_parallel_tool_use"):
