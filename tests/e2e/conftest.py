@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
+pytest.register_assert_rewrite("duel")
 
-from fleet import PAGED, Arena, Fleet
-from tiny_models import write_model
+from fleet import PAGED, Arena, Fleet  # noqa: E402
+from tiny_models import write_model  # noqa: E402
 
-from agentkv_serve.model import default_model
+from agentkv_serve.model import default_model  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ class Server:
                 cwd=folder,
                 start_new_session=True,
             )
-        self.client = httpx.Client(base_url=self.url, timeout=300)
+        self.client = httpx.Client(base_url=self.url, timeout=180)
 
     def wait(self) -> Server:
         """Returns once the server answers; raises with the end of its log when it dies or takes too long."""
