@@ -111,7 +111,10 @@ def _content(content: Any, at: str) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _TEXT_PARTS:
-            parts.append({"type": "text", "text": part.get("text") or part.get("refusal") or ""})
+            text = part.get("text") or part.get("refusal") or ""
+            if not isinstance(text, str):
+                raise bad_request(f"{at}: the text of a part must be a string.", param=at)
+            parts.append({"type": "text", "text": text})
         elif kind == "input_image":
             parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
         else:

@@ -206,6 +206,7 @@ async def go_through(fleet: Fleet, seeds: range) -> None:
     print(f"slowest turn {slowest:.1f} s; states { ({s: states.count(s) for s in sorted(set(states))}) }")
 
 
+@pytest.mark.long
 async def test_sessions_survive_whatever_is_killed(fleet: Fleet) -> None:
     await go_through(fleet, range(2))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.conftest import Stack
+from tests.gateway.conftest import Stack, Start
 from tests.gateway.engine import Answer, Body, FakeEngine
 
 HERE = Path(__file__).parent
@@ -98,3 +98,62 @@ def test_refusals_raise_the_sdks_own_errors_and_are_not_retried(stack: Stack) ->
     assert told["models"] == ["tiny"]
     assert len(stack.engine.requests) == 1
     assert stack.metric('agentkv_requests_total{route="chat_completions"') == 5
+
+
+def test_parallel_tools_and_structured_output(stack: Stack) -> None:
+    def script(body: Body) -> Answer:
+        if "structured" in stack.engine.text(body):
+            assert body["response_format"]["json_schema"]["strict"] is True
+            return Answer('{"name": "Köln", "people": 1000000}')
+        return Answer("", calls=[("weather", '{"city":"Köln"}'), ("time", '{"city": "東京"}')])
+
+    stack.engine.script = script
+    told = run("openai_more.py", stack)
+    assert told["city"] == {"name": "Köln", "people": 1000000}
+    assert told["calls"] == [["weather", {"city": "Köln"}], ["time", {"city": "東京"}]]
+    assert told["state"] == "resumed"
+
+
+@pytest.mark.long
+def test_a_langgraph_agent_resumes_and_outlasts_silences(start: Start) -> None:
+    stack = start(stream={"ping": 0.5})
+
+    def script(body: Body) -> Answer:
+        text = stack.engine.text(body)
+        if "slow" in text:
+            return Answer("done at last", pause=5)
+        asked = text.count("<|im_start|>user\nWeather?") + text.count("<|im_start|>user\nAgain?")
+        if text.count("sunny in") < asked:
+            return Answer("", reasoning="look", calls=[("weather", '{"city":"Köln"}')])
+        return Answer("It is sunny.")
+
+    stack.engine.script = script
+    told = run("langgraph_agent.py", stack)
+    assert told == {"finals": ["It is sunny."] * 2, "slow": "done at last"}
+    assert len(stack.engine.requests) == 5
+    controls = [FakeEngine.control(r) for r in stack.engine.requests[:4]]
+    assert len({c["session"] for c in controls if c}) == 1
+    assert stack.metric('agentkv_turns_total{reason="",state="resumed"}') == 3
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(503, 3), (400, 1), (402, 1)])
+def test_the_sdk_retries_what_may_succeed_and_nothing_else(start: Start, status: int, attempts: int) -> None:
+    stack = start()
+    if status == 402:
+        code = 'c.chat.completions.create(model="tiny", messages=m, extra_body={"agentkv": {"token_limit": 5}})'
+    else:
+        stack.engine.script = lambda body: Answer(refuse=(status, "no"))
+        code = 'c.chat.completions.create(model="tiny", messages=m)'
+    program = f"""
+import openai
+c = openai.OpenAI(base_url="{stack.url}/v1", api_key="any", max_retries=2)
+m = [{{"role": "user", "content": "Hi"}}]
+try:
+    {code}
+except openai.APIStatusError as error:
+    print(error.status_code)
+"""
+    done = subprocess.run([str(PYTHON), "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [str(status)]
+    counted = stack.metric(f'agentkv_requests_total{{route="chat_completions",status="{status}"}}')
+    assert counted == attempts

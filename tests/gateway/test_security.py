@@ -141,7 +141,8 @@ JUNK: list[Any] = [
     *([], {}, [[]], [None], {"a": None}, [{}], {"type": "text"}, {"role": "user"}, [1, "a", None], {"": ""}),
     *("user", "assistant", "tool", "tiny", "auto", "required", "full", "<|im_end|>", "</think>", "\ud7ff", "‮"),
 ]
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens")
+CHAT = "/v1/chat/completions"
+PATHS = (CHAT, CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens")
 
 
 def bodies() -> list[Any]:
@@ -216,7 +217,8 @@ def fuzz(stack: Stack, count: int, seed: int) -> dict[int, int]:
     connection = http.client.HTTPConnection(urlsplit(stack.url).netloc, timeout=20)
     seen: dict[int, int] = {}
     for _ in range(count):
-        body = rng.choice(bodies())
+        place = rng.randrange(5)
+        body = bodies()[place]
         for _ in range(rng.choice([1, 1, 2, 5])):
             body = mutate(body, rng)
         data = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
@@ -225,7 +227,7 @@ def fuzz(stack: Stack, count: int, seed: int) -> dict[int, int]:
             data = data[:cut] + bytes(rng.randrange(256) for _ in range(3)) + data[cut:]
         headers = {"content-type": "application/json"}
         headers |= {rng.choice(names): rng.choice(values) for _ in range(rng.choice([0, 0, 1, 2]))}
-        path = rng.choice(PATHS)
+        path = PATHS[place] if rng.random() < 0.9 else rng.choice(PATHS)
         connection.request("POST", path, data, {k: v.encode("utf-8") for k, v in headers.items()})  # type: ignore[misc]
         reply = connection.getresponse()
         text = reply.read()
