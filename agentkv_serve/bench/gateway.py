@@ -72,7 +72,9 @@ def gateway(
     requests: Annotated[int, typer.Option(help="Measured requests of each kind and load.")] = 1000,
     frames: Annotated[int, typer.Option(help="Content frames of a streamed reply.")] = 128,
     pause_ms: Annotated[float, typer.Option(help="Time between the frames of paced streams.")] = 5.0,
-    redis: Annotated[str | None, typer.Option(help="Redis URL; default: a Valkey of our own, if installed.")] = None,
+    redis: Annotated[
+        str | None, typer.Option(help="Redis URL, or memory; default: a Valkey of our own, if installed.")
+    ] = None,
     router: Annotated[Path | None, typer.Option(help=f"Python that has {ROUTER}; its router is then measured.")] = None,
 ) -> None:
     """What the gateway adds to a request, beside SGLang's own router."""
@@ -213,6 +215,8 @@ def _targets(
 
 
 def _store(redis: str | None, children: list[Child], logs: Path, core: Sequence[int]) -> tuple[str, str | None]:
+    if redis == "memory":
+        return "in process", None
     if redis:
         return "redis", redis
     try:
