@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import Any
 
 import orjson
@@ -21,9 +22,6 @@ def canonical(value: Any) -> bytes:
 
 
 def digest(*parts: bytes) -> bytes:
-    """A 16-byte digest of length-prefixed parts, so that no two part lists collide by concatenation."""
-    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in parts:
-        state.update(len(part).to_bytes(8, "big"))
-        state.update(part)
-    return state.digest()
+    """A 16-byte digest of parts and their lengths, so that no two part lists collide by concatenation."""
+    lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
+    return hashlib.blake2b(lengths + b"".join(parts), digest_size=DIGEST_BYTES).digest()

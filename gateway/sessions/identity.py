@@ -85,6 +85,7 @@ class Keys:
     def __init__(self, secret: bytes, previous: bytes | None = None) -> None:
         self._secret = secret
         self._previous = previous
+        self._salts: dict[str, str] = {}  # as many as there are tenants
 
     def session(self, tenant: str, session_id: str, model: str) -> str:
         """The store's key of a session, 64 hex digits."""
@@ -107,7 +108,10 @@ class Keys:
 
     def cache_salt(self, tenant: str) -> str:
         """The salt that keeps tenants apart in the engine's prefix cache."""
-        return self._mac(b"salt", tenant)
+        salt = self._salts.get(tenant)
+        if salt is None:
+            salt = self._salts[tenant] = self._mac(b"salt", tenant)
+        return salt
 
     def _mac(self, purpose: bytes, *parts: str) -> str:
         mac = hmac.new(self._secret, purpose, "sha256")

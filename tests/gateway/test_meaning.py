@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from agentkv_serve.gateway.encoding import digest
 from agentkv_serve.gateway.sessions.meaning import chain, head_digests, message_digest
 
 
@@ -94,3 +97,12 @@ def test_an_agent_is_known_by_its_system_message_and_tools() -> None:
     assert head_digests([system, user], tools) == head_digests([system], tools)
     assert head_digests([user], tools)[0] != head_digests([system, user], tools)[0]
     assert head_digests([user], tools)[1] != head_digests([user], [])[1]
+
+
+@given(st.lists(st.binary(max_size=9), max_size=5), st.lists(st.binary(max_size=9), max_size=5))
+def test_digests_of_different_lists_differ(one: list[bytes], two: list[bytes]) -> None:
+    assert (digest(*one) == digest(*two)) is (one == two)
+
+
+def test_digests_keep_parts_apart() -> None:
+    assert len({digest(*p) for p in ([], [b""], [b"", b""], [b"ab"], [b"a", b"b"], [b"", b"ab"], [b"ab", b""])}) == 7
