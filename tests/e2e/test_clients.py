@@ -55,6 +55,24 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def lasting(pids: set[int], seconds: float = 10) -> list[str]:
+    """The command lines of those that still run after a while; what only waits to be reaped does not run."""
+    deadline = time.monotonic() + seconds
+    while True:
+        lines = {pid: command_line(pid) for pid in pids}
+        if not any(lines.values()) or time.monotonic() > deadline:
+            return [f"{pid}: {line}" for pid, line in lines.items() if line]
+        time.sleep(0.1)
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty for a zombie and for none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 @pytest.fixture(scope="module")
 def up(smollm2: Path) -> Iterator[Up]:
     """`agentkv up` in float32, so that a batch of two gives the tokens of a batch of one. Stopped cleanly."""
@@ -76,8 +94,7 @@ def up(smollm2: Path) -> Iterator[Up]:
         it.send_signal(signal.SIGTERM)
         rest, _ = it.communicate(timeout=60)
         assert it.returncode == 0, rest
-        time.sleep(0.2)
-        assert not {pid for pid in children if Path(f"/proc/{pid}").exists()}
+        assert not lasting(children), "left behind"
 
 
 def client(script: str, up: Up, *arguments: str) -> Any:
