@@ -44,7 +44,7 @@ def ensure_runtime(runner: Any) -> Runtime:
     config = EngineConfig.load()
     shape, layer_index = model_shape(runner)
     rows = runner.req_to_token_pool.req_to_token.shape[0]
-    slots = config.max_sessions or _session_slots(runner, config, rows)
+    slots = config.max_sessions or _session_slots(runner, config, shape, rows)
     device = shape.device
     runtime = Runtime(
         config=config,
@@ -115,10 +115,17 @@ def _heads(layer: Any) -> tuple[int, int, int, int, float]:
     return (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim, layer.scaling)
 
 
-def _session_slots(runner: Any, config: EngineConfig, rows: int) -> int:
-    """As many as the KV pool can hold at the typical budget."""
-    held = runner.max_total_num_tokens // (config.typical_budget + config.compress_every)
-    return int(min(rows, max(held, 1)))
+LEAST_BUDGET = 128
+"""Smallest budget that the gateway allows: more sessions than the pool holds at it are of no use."""
+
+
+def _session_slots(runner: Any, config: EngineConfig, shape: ModelShape, rows: int) -> int:
+    """As many as the rings' share of the KV pool allows, but no more than the pool can hold."""
+    pool_bytes = runner.max_total_num_tokens * shape.token_bytes()
+    ring_bytes = len(shape.attention_layers) * config.ring_queries * shape.query_heads * shape.head_dim
+    afforded = int(config.ring_share * pool_bytes / (ring_bytes * shape.dtype.itemsize))
+    useful = runner.max_total_num_tokens // (LEAST_BUDGET + config.compress_every)
+    return int(max(1, min(rows, useful, afforded)))
 
 
 def _kernels(config: EngineConfig, device: torch.device) -> Backend:

@@ -19,9 +19,9 @@ class EngineConfig:
     compress_every: int = 128
     """Decode tokens over the budget that trigger a compression (the paper's Delta)."""
     max_sessions: int = 0
-    """Compressed sessions that may be live at once; 0 = what the KV pool can hold at `typical_budget`."""
-    typical_budget: int = 4096
-    """Only for sizing `max_sessions`."""
+    """Compressed sessions that may be live at once; 0 = as many as fit in `ring_share`."""
+    ring_share: float = 0.02
+    """Share of the KV pool's bytes that the sessions' query rings may take."""
     idle_seconds: float = 3600.0
     """An idle session's state is released after this time."""
     tombstone_seconds: float = 3600.0

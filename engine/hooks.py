@@ -166,12 +166,17 @@ def before_get_num_allocatable_reqs(scheduler: Any, *args: Any, **kwargs: Any) -
 
 
 def around_add_one_req(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """A turn that needs a session slot waits until one can be had."""
+    """A turn that needs a session slot waits until one can be had. What idle sessions have locked gives way."""
     runtime = runtime_module.current()
     turn = turn_of(req)
-    if runtime is not None and turn is not None and not admission.can_start(runtime, turn, adder.can_run_list):
+    if runtime is None:
+        return original(adder, req, *args, **kwargs)
+    if turn is not None and not admission.can_start(runtime, turn, adder.can_run_list):
         return AddReqResult.NO_TOKEN
-    return original(adder, req, *args, **kwargs)
+    verdict = original(adder, req, *args, **kwargs)
+    while verdict is AddReqResult.NO_TOKEN and reclaim.free_locked_prefix(runtime):
+        verdict = original(adder, req, *args, **kwargs)
+    return verdict
 
 
 def around_check_prefill_budget(original: Any, adder: Any, req: Any, *, total_tokens: int, **kwargs: Any) -> Any:
@@ -182,6 +187,16 @@ def around_check_prefill_budget(original: Any, adder: Any, req: Any, *, total_to
         held = admission.held_tokens(runtime, req)
         total_tokens = admission.peak_growth(runtime, turn, held, kwargs["chunk_limit"], total_tokens)
     return original(adder, req, total_tokens=total_tokens, **kwargs)
+
+
+def around_max_new_tokens_for_memory(
+    original: Any, allocator: Any, input_tokens: int, max_new_tokens: int, **kwargs: Any
+) -> Any:
+    """A compressed session may grow past the pool: only the model's context length bounds its output."""
+    runtime = runtime_module.current()
+    if runtime is not None and runtime.arriving is not None and runtime.arriving.compresses:
+        return max_new_tokens
+    return original(allocator, input_tokens, max_new_tokens, **kwargs)
 
 
 def after_running_token_offset(offset: float, adder: Any, req: Any) -> float | None:
@@ -209,6 +224,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SESSION = "sglang.srt.session.session_controller.Session"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 HOOKS: tuple[tuple[str, str, Any], ...] = (
@@ -227,11 +243,8 @@ HOOKS: tuple[tuple[str, str, Any], ...] = (
     (f"{_STREAMER}.get_cached_tokens_details", "after", after_cached_tokens_details),
     (f"{_POOL_STATS}.kv_private_tokens", "around", around_kv_private_tokens),
     ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free", "before", before_row_free),
-    (
-        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",
-        "after",
-        after_evict_to_free_tokens,
-    ),
+    (f"{_ALLOCATOR}.evict_to_free_tokens", "after", after_evict_to_free_tokens),
+    (f"{_ALLOCATOR}.max_new_tokens_for_memory", "around", around_max_new_tokens_for_memory),
     (
         "sglang.srt.mem_cache.prefill_budget.PrefillBudget._available_and_evictable",
         "after",

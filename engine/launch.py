@@ -63,10 +63,12 @@ def engine(
         "127.0.0.1"
     ),
     agentkv_compress_every: Annotated[int, typer.Option(help="Decode tokens over the budget per compression.")] = 128,
-    agentkv_max_sessions: Annotated[int, typer.Option(help="Live compressed sessions; 0 = what the pool holds.")] = 0,
-    agentkv_typical_budget: Annotated[
-        int, typer.Option(help="Only for sizing the number of sessions; 0 = 512 on a CPU, 4096 on a GPU.")
+    agentkv_max_sessions: Annotated[
+        int, typer.Option(help="Live compressed sessions; 0 = as many as fit in the ring share.")
     ] = 0,
+    agentkv_ring_share: Annotated[
+        float, typer.Option(help="Query rings' share of the KV pool's bytes; 0 = 0.02 on a GPU, 0.2 on a CPU.")
+    ] = 0.0,
     agentkv_say_phase: Annotated[str, typer.Option(help="Phase of visible text: others, act or think.")] = "others",
     agentkv_kernels: Annotated[str, typer.Option(help="triton, torch, or auto (by device).")] = "auto",
     agentkv_idle_seconds: Annotated[float, typer.Option(help="Release a session's state after this time.")] = 3600.0,
@@ -81,7 +83,7 @@ def engine(
     config = EngineConfig(
         compress_every=agentkv_compress_every,
         max_sessions=agentkv_max_sessions,
-        typical_budget=agentkv_typical_budget or (512 if cpu else 4096),
+        ring_share=agentkv_ring_share or (0.2 if cpu else 0.02),
         say_phase=agentkv_say_phase,
         kernels=agentkv_kernels,
         idle_seconds=agentkv_idle_seconds,

@@ -55,6 +55,19 @@ def free_row(runtime: Runtime) -> None:
             _evict(runtime, idle[0])
 
 
+def free_locked_prefix(runtime: Runtime) -> bool:
+    """Releases the least recently used idle session that locks a prefix in the radix tree; False if there is none.
+
+    Such a prefix is not counted by `reclaimable_tokens`: other sessions may share it.
+    """
+    slots = runtime.tree.session.slots
+    for session in idle_sessions(runtime):
+        if slots[session.session_id].kv.cache_protected_len:
+            _evict(runtime, session)
+            return True
+    return False
+
+
 def take_session_slot(runtime: Runtime) -> int | None:
     """A free session slot; an idle session gives its own up if need be. None: all are in running turns."""
     if runtime.slots.free == 0:

@@ -23,7 +23,7 @@ def small(module_fleet: Fleet, tiny: Callable[..., Path]) -> Arena:
     """The tiny model with a pool of 2,048 tokens."""
     folder = tiny("llama-gqa")
     pool = [str(POOL) if flag == "16384" else flag for flag in PAGED]
-    return Arena.of(module_fleet.agentkv(folder, *pool, "--agentkv-typical-budget", str(BUDGET)), folder)
+    return Arena.of(module_fleet.agentkv(folder, *pool, "--agentkv-ring-share", "1"), folder)
 
 
 def together(duels: list[Duel], step_of: Callable[[Duel], object]) -> None:
