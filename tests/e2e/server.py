@@ -25,7 +25,7 @@ import httpx
 from agentkv_serve.phase_tagger import Label
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
-START_SECONDS = 240
+START_SECONDS = 420
 FACTS = "agentkv:"
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
+from agentkv_serve.up import AGENT, model_id
+
 pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
@@ -75,7 +77,13 @@ def command_line(pid: int) -> str:
 
 @pytest.fixture(scope="module")
 def up(smollm2: Path) -> Iterator[Up]:
-    """`agentkv up` in float32, so that a batch of two gives the tokens of a batch of one. Stopped cleanly."""
+    """`agentkv up` in float32, so that a batch of two gives the tokens of a batch of one. Stopped cleanly.
+
+    `AGENTKV_TEST_URL` names one that runs already.
+    """
+    if running := os.environ.get("AGENTKV_TEST_URL"):
+        yield Up(running, AGENT.format(base_url=running, model=model_id(running)))
+        return
     command = [sys.executable, "-m", "agentkv_serve", "up", "--model", str(smollm2), "--dtype", "float32"]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as it:

@@ -36,7 +36,7 @@ def main(base_url: str, mode: str, session: str, coldest: str) -> None:
     messages: list = [SystemMessage("Answer with the tool."), HumanMessage("How warm is it in my home?")]
     told, calls = [], []
     for choice in ["required"] * 4 + ["none"]:
-        model = plain.bind_tools([temperature], tool_choice=choice, strict=True)
+        model = plain.bind_tools([temperature], tool_choice=choice, strict=True, parallel_tool_calls=False)
         if mode == "streamed":
             reply = None
             for chunk in model.stream(messages):

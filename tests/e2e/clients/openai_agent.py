@@ -28,6 +28,27 @@ TOOLS = [
 ]
 
 
+def streamed(client: OpenAI, request: dict):
+    """The message and usage of a streamed reply, put together by hand.
+
+    The SDK's own helper raises when a reply ends at the token limit while a strict tool is offered.
+    """
+    message: dict = {"role": "assistant", "content": ""}
+    calls: dict[int, dict] = {}
+    *chunks, end = client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        message["content"] += delta.content or ""
+        for part in delta.tool_calls or []:
+            call = calls.setdefault(part.index, {"type": "function", "function": {"name": "", "arguments": ""}})
+            call["id"] = part.id or call["id"]
+            call["function"]["name"] += part.function.name or ""
+            call["function"]["arguments"] += part.function.arguments or ""
+    if calls:
+        message["tool_calls"] = [calls[index] for index in sorted(calls)]
+    return message, end.usage
+
+
 def main(base_url: str, mode: str, session: str, coldest: str) -> None:
     headers = {"X-AgentKV-Session": session} if session else {}
     client = OpenAI(base_url=base_url, api_key="any", default_headers=headers, max_retries=0, timeout=120)
@@ -36,7 +57,7 @@ def main(base_url: str, mode: str, session: str, coldest: str) -> None:
         {"role": "system", "content": "Answer with the tool."},
         {"role": "user", "content": "How warm is it in my home?"},
     ]
-    request = {"model": model, "messages": messages, "tools": TOOLS, "temperature": 0}
+    request = {"model": model, "messages": messages, "tools": TOOLS, "temperature": 0, "parallel_tool_calls": False}
     told, calls = [], []
 
     def note(usage) -> None:
@@ -44,31 +65,26 @@ def main(base_url: str, mode: str, session: str, coldest: str) -> None:
         told[-1]["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
 
     for _ in range(4):
+        options = {"tool_choice": "required", "max_tokens": 96}
         if mode == "streamed":
-            options = {"tool_choice": "required", "max_tokens": 96, "stream_options": {"include_usage": True}}
-            with client.chat.completions.stream(**request, **options) as stream:
-                reply = stream.get_final_completion()
+            message, usage = streamed(client, {**request, **options})
         else:
-            reply = client.chat.completions.create(**request, tool_choice="required", max_tokens=96)
-        note(reply.usage)
-        message = reply.choices[0].message
+            reply = client.chat.completions.create(**request, **options)
+            message, usage = reply.choices[0].message.model_dump(exclude_none=True), reply.usage
+        note(usage)
         messages.append(message)
-        for call in message.tool_calls:
-            calls.append([call.function.name, json.loads(call.function.arguments)])
+        for call in message["tool_calls"]:
+            calls.append([call["function"]["name"], json.loads(call["function"]["arguments"])])
             degrees = int(coldest) + ROOMS.index(calls[-1][1]["room"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{degrees} degrees"})
-    last = {"tool_choice": "none", "max_tokens": 24}
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"{degrees} degrees"})
+    last = {**request, "tool_choice": "none", "max_tokens": 24}
     if mode == "streamed":
-        # Not with the SDK's helper: it raises when words end at the token limit while a strict tool is offered.
-        *chunks, end = client.chat.completions.create(
-            **request, **last, stream=True, stream_options={"include_usage": True}
-        )
-        note(end.usage)
-        answer = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        message, usage = streamed(client, last)
+        answer = message["content"]
     else:
-        reply = client.chat.completions.create(**request, **last)
-        note(reply.usage)
-        answer = reply.choices[0].message.content
+        reply = client.chat.completions.create(**last)
+        usage, answer = reply.usage, reply.choices[0].message.content
+    note(usage)
     print(json.dumps({"turns": told, "calls": calls, "answer": answer}))
 
 
