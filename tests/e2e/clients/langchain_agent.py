@@ -30,6 +30,8 @@ def main(base_url: str, mode: str, session: str, coldest: str) -> None:
         max_retries=0,
         temperature=0,
         max_tokens=96,
+        # The grammar holds the model to a call, then lets it talk on: the blank line before that ends the turn.
+        stop=["\n\n"],
         stream_usage=True,
         include_response_headers=True,
     )
