@@ -122,8 +122,15 @@ def check_loop(told: Any) -> None:
         assert turn["cached_tokens"] >= before["prompt_tokens"]
 
 
-@pytest.mark.parametrize("session", ["", "loop"])
-@pytest.mark.parametrize("mode", ["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("mode", "session"),
+    [
+        ("whole", ""),
+        ("streamed", "loop"),
+        pytest.param("whole", "loop", marks=pytest.mark.long),
+        pytest.param("streamed", "", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("script", ["openai_agent.py", "langchain_agent.py"])
 def test_a_tool_loop_resumes_every_turn(up: Up, script: str, mode: str, session: str) -> None:
     # Tools whose results differ from test to test: a finished conversation is no prefix of the next test's.

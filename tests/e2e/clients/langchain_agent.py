@@ -29,9 +29,8 @@ def main(base_url: str, mode: str, session: str, coldest: str) -> None:
         default_headers={"X-AgentKV-Session": session} if session else {},
         max_retries=0,
         temperature=0,
-        max_tokens=96,
-        # The grammar holds the model to a call, then lets it talk on: the blank line before that ends the turn.
-        stop=["\n\n"],
+        # The grammar holds the model to a call and then lets it talk on: 40 tokens hold the call.
+        max_tokens=40,
         stream_usage=True,
         include_response_headers=True,
     )

@@ -65,7 +65,8 @@ def main(base_url: str, mode: str, session: str, coldest: str) -> None:
         told[-1]["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
 
     for _ in range(4):
-        options = {"tool_choice": "required", "max_tokens": 96}
+        # The grammar holds the model to a call and then lets it talk on: 40 tokens hold the call.
+        options = {"tool_choice": "required", "max_tokens": 40}
         if mode == "streamed":
             message, usage = streamed(client, {**request, **options})
         else:
