@@ -52,7 +52,7 @@ class Edge:
             await self.app(scope, receive, tell)
         except ClientGone:
             status = CLIENT_CLOSED
-        except Exception:
+        except Exception:  # the last stand: whatever failed becomes a 500 in the API's own shape, and is logged
             log.exception("request %s failed", request_id)
             if status:
                 raise

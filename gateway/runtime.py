@@ -112,7 +112,7 @@ class Runtime:
             await asyncio.sleep(min(interval, 1.0) if starting else interval)
             try:
                 await self._check_workers()
-            except Exception:
+            except Exception:  # one failed round must not end the watch over all workers
                 log.exception("checking the workers failed")
 
     def _store_called(self, seconds: float, well: bool) -> None:
