@@ -17,7 +17,7 @@ from torch import Tensor
 from agentkv_serve.engine import dump
 from agentkv_serve.engine.policies import Window, get_policy
 from agentkv_serve.engine.runtime import Runtime
-from agentkv_serve.engine.sessions import KvState, SessionRecord
+from agentkv_serve.engine.sessions import Compaction, KvState, SessionRecord
 from agentkv_serve.kernels import compact, select
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     row[:new_start] = 0
     state.start = new_start
     runtime.slots.start[kv.req_pool_idx] = new_start
+    record.compactions.append(Compaction(record.epoch, length, length - start, length - new_start))
     if runtime.config.dump_dir:
         dump.compaction(runtime, record, window, length, start)
     logger.debug(

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from agentkv_serve.engine import admission, forward, intake, progress, reclaim
+from agentkv_serve.engine import admission, forward, intake, kv_map, progress, reclaim
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 from agentkv_serve.engine.wire import WireError
@@ -233,6 +233,7 @@ HOOKS: tuple[tuple[str, str, Any], ...] = (
     (f"{_SCHEDULER}.abort_request", "after", after_abort_request),
     (f"{_SCHEDULER}._release_aborted_request", "after", after_release_aborted_request),
     (f"{_SCHEDULER}.process_batch_result", "after", after_process_batch_result),
+    (f"{_SCHEDULER}.get_internal_state", "around", kv_map.around_get_internal_state),
     (f"{_SCHEDULER}.get_num_allocatable_reqs", "before", before_get_num_allocatable_reqs),
     (f"{_SESSION}.create_req", "after", after_create_req),
     (f"{_SESSION}._strip_bos_token", "around", around_strip_bos_token),

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from agentkv_serve.engine import dump, facts, reclaim
 from agentkv_serve.engine.compaction import NoRoomError, compress
 from agentkv_serve.engine.runtime import Runtime
-from agentkv_serve.engine.sessions import SessionRecord
+from agentkv_serve.engine.sessions import FinishedTurn, SessionRecord
 from agentkv_serve.engine.turn import Turn, turn_of
 
 
@@ -53,6 +53,8 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         if runtime.config.dump_dir:
             dump.turn_end(runtime, record, int(slot.kv.kv_committed_len))
         turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
+        spec = turn.spec
+        record.turns.append(FinishedTurn(spec.epoch, spec.budget, spec.policy, turn.compactions, turn.facts))
 
 
 def roll_back(runtime: Runtime, req: Any) -> bool:

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from agentkv_serve.engine.wire import TurnSpec, WireError
+from agentkv_serve.engine.wire import Facts, TurnSpec, WireError
+
+HISTORY = 128
+"""Finished turns, and compactions, that a session remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTurn:
+    """What a turn was and left behind. `epoch` numbers it; `budget` 0 keeps everything."""
+
+    epoch: int
+    budget: int
+    policy: str
+    compactions: int
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """One compression: tokens of the session at that time, and tokens held per layer and KV head around it."""
+
+    epoch: int
+    length: int
+    before: int
+    after: int
 
 
 @dataclass(slots=True)
@@ -36,6 +61,8 @@ class SessionRecord:
     lost: str | None = None  # why the state is gone, for the next turn's reason
     running: str | None = None  # request id of the turn that is queued or running
     labels: npt.NDArray[np.int8] | None = None  # of all tokens of the last finished turn
+    turns: deque[FinishedTurn] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    compactions: deque[Compaction] = field(default_factory=lambda: deque(maxlen=HISTORY))
 
 
 class SessionTable:
@@ -110,6 +137,9 @@ class SessionTable:
         record = self._records.get(key)
         if record is not None:
             record.lost, record.labels = reason, None
+            if reason is None:
+                record.turns.clear()
+                record.compactions.clear()
 
     def sweep(self) -> None:
         """Drops tombstones that have outlived their time."""
