@@ -221,6 +221,7 @@ def after_scheduler_init(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> N
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_HTTP = "sglang.srt.observability.http_request_metrics"
 _SESSION = "sglang.srt.session.session_controller.Session"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _POOL_STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer"
@@ -235,6 +236,7 @@ HOOKS: tuple[tuple[str, str, Any], ...] = (
     (f"{_SCHEDULER}.process_batch_result", "after", after_process_batch_result),
     (f"{_SCHEDULER}.get_internal_state", "around", kv_map.around_get_internal_state),
     (f"{_SCHEDULER}.get_num_allocatable_reqs", "before", before_get_num_allocatable_reqs),
+    (f"{_HTTP}.add_http_request_metrics_middleware", "after", kv_map.after_app_is_made),
     (f"{_SESSION}.create_req", "after", after_create_req),
     (f"{_SESSION}._strip_bos_token", "around", around_strip_bos_token),
     (f"{_SESSION}Controller._close", "around", around_close),

@@ -28,11 +28,9 @@ _QUESTION = "agentkv:kv_map:"
 _SERVER = "sglang.srt.entrypoints.http_server"
 
 
-def mount() -> None:
-    """Adds the route in the process that runs SGLang's HTTP server; elsewhere that module is not loaded."""
-    server = sys.modules.get(_SERVER)
-    if server is not None:
-        server.app.add_route(PATH, kv_map, methods=["GET"])
+def after_app_is_made(_: None, app: Any) -> None:
+    """Adds the route, where SGLang's HTTP server is made: its own metrics hook in there is called at that moment."""
+    app.add_route(PATH, kv_map, methods=["GET"])
 
 
 async def kv_map(request: Request) -> Response:

@@ -13,13 +13,12 @@ def register() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from agentkv_serve.engine import build, kv_map, selfcheck
+    from agentkv_serve.engine import build, selfcheck
     from agentkv_serve.engine.hooks import HOOKS
 
     selfcheck.require_version()
     for target, kind, hook in HOOKS:
         HookRegistry.register(target, hook, HookType(kind))
-    kv_map.mount()
     for name, factory in build.BACKENDS.items():
         attention_registry.ATTENTION_BACKENDS[name] = factory
     register_radix_cache_backend(build.BACKEND_NAME, build.build_cache)
