@@ -24,9 +24,14 @@ def peak_growth(runtime: Runtime, turn: Turn, held: int, chunk: int | None, logi
     """
     if not turn.compresses:
         return logical
-    step = logical if chunk is None else min(logical, chunk)
+    step = logical if chunk is None else min(logical, chunk * _chunks_in_flight(runtime))
     slack = max(step, runtime.config.compress_every) + 2 * int(runtime.tree.page_size)
     return min(logical, max(0, turn.spec.budget - held) + slack)
+
+
+def _chunks_in_flight(runtime: Runtime) -> int:
+    """Under overlap scheduling a second prefill chunk is launched before the first one's result is compressed."""
+    return 2 if runtime.scheduler.enable_overlap else 1
 
 
 def held_tokens(runtime: Runtime, req: Any) -> int:
@@ -71,11 +76,11 @@ def refuse_oversized(runtime: Runtime, turn: Turn | None, prompt_len: int, limit
                 f"(KV pool of {pool} tokens). Set a budget, or shorten the prompt",
             )
         return
-    chunk = runtime.scheduler.chunked_prefill_size or prompt_len
+    chunk = (runtime.scheduler.chunked_prefill_size or prompt_len) * _chunks_in_flight(runtime)
     need = min(prompt_len, turn.spec.budget + min(chunk, prompt_len) + 2 * int(runtime.tree.page_size))
     if need > pool:
         raise WireError(
             "bad_request",
-            f"budget {turn.spec.budget} and a prefill chunk of {min(chunk, prompt_len)} tokens need {need} KV slots; "
+            f"budget {turn.spec.budget} and {min(chunk, prompt_len)} tokens of prefill in flight need {need} KV slots; "
             f"this worker's pool has {pool}. Lower the budget or --chunked-prefill-size",
         )

@@ -39,15 +39,17 @@ def window_positions(kv: KvState, shape: tuple[int, int], length: int, device: t
     return tail if kv.kept is None else torch.cat((kv.kept, tail), dim=-1)
 
 
-def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budget: int) -> bool:
+def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budget: int, length: int) -> bool:
     """Compresses a session's record to its budget. Returns whether anything was done.
 
     Mutates the KV pool, the req_to_token row, the allocator, and the tree lock of `holder` (SGLang's session slot or
     request): the shared prefix in the radix tree is only read, copied out of, and unlocked.
 
     Args:
-        kv: SGLang's `ReqKvInfo` of the session; its committed length is L.
+        kv: SGLang's `ReqKvInfo` of the session.
         budget: KV tokens per layer and KV head to keep. With pages, up to page - 1 more stay.
+        length: L, the session's tokens whose keys and values are in the pool or on their way there. The row may hold
+            more: slots of a prefill chunk that comes next.
 
     Raises:
         NoRoomError: the shared prefix is unlocked and the row may not be used again; release the session.
@@ -58,7 +60,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     began = time.perf_counter()
     allocator = runtime.tree.token_to_kv_pool_allocator
     page = allocator.page_size
-    length, start, shared = kv.kv_committed_len, state.start, kv.cache_protected_len
+    start, shared = state.start, kv.cache_protected_len
     new_start = (length - budget) // page * page
     if new_start <= start:
         return False

@@ -71,7 +71,6 @@ REFUSALS: tuple[Refusal, ...] = (
 REQUIRED: dict[str, str | None] = {
     "--radix-cache-backend": "agentkv",
     "--enable-streaming-session": None,
-    "--disable-overlap-schedule": None,
     "--enable-cache-report": None,
 }
 """Flags that the launcher adds. None = a switch."""
@@ -88,8 +87,6 @@ def refuse(server_args: Any) -> None:
         for refusal in REFUSALS
         if hasattr(server_args, refusal.name) and refusal.when(getattr(server_args, refusal.name))
     ]
-    if not server_args.disable_overlap_schedule:
-        found.append("--disable-overlap-schedule is needed: compactions run between forwards")
     if not server_args.enable_streaming_session:
         found.append("--enable-streaming-session is needed: sessions live in it")
     if found:

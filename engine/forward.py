@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from agentkv_serve.engine import reclaim
-from agentkv_serve.engine.capture import ExtendPiece, plan_extend
+from agentkv_serve.engine.capture import ExtendPiece, plan_extend, rings_of
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import KvState
 from agentkv_serve.engine.turn import Checkpoint, Turn, turn_of
+from agentkv_serve.phase_tagger import Phase
 
 
 def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
@@ -22,6 +23,7 @@ def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
         count = batch.extend_lens[index] if extends else 1
         if turn is not None:
             runtime.force_window |= turn.spec.force_window
+            turn.launched = batch.prefix_lens[index] + count if extends else req.kv.kv_committed_len
             if extends:
                 piece = _extend_piece(runtime, req, turn, batch.prefix_lens[index], count, offset)
                 if piece is not None:
@@ -43,13 +45,15 @@ def _extend_piece(runtime: Runtime, req: Any, turn: Turn, prefix: int, count: in
     labels = turn.labels(req.output_ids, runtime.automata)
     runtime.slots.automaton[state.slot] = turn.automaton
     policy = turn.policy
+    table = policy.ring_table(runtime.config.say_phase)
+    before = rings_of(labels[:prefix], table, Phase.OTHERS)
     return ExtendPiece(
         slot=state.slot,
         offset=offset,
         labels=labels[prefix : prefix + count],
-        table=policy.ring_table(runtime.config.say_phase),
+        table=table,
         capacity=policy.ring_capacity,
-        last_ring=int(runtime.slots.last_ring[state.slot]),
+        last_ring=int(before[-1]) if prefix else Phase.OTHERS,
     )
 
 

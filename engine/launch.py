@@ -27,8 +27,13 @@ CPU_FLAGS: dict[str, str | None] = {
 GPU_FLAGS: dict[str, str | None] = {"--attention-backend": "triton", "--disable-prefill-cuda-graph": None}
 
 
-def server_command(extra: list[str], model_path: Path, port: int, host: str, *, cpu: bool) -> list[str]:
+def server_command(
+    extra: list[str], model_path: Path, port: int, host: str, *, cpu: bool, overlap: bool | None = None
+) -> list[str]:
     """The command line of SGLang's server. A flag of ours that the user gives too keeps the user's value.
+
+    Args:
+        overlap: whether the scheduler works while a forward runs; None = on a GPU.
 
     Raises:
         typer.BadParameter: a flag that cannot work with the AgentKV cache, by name.
@@ -41,7 +46,11 @@ def server_command(extra: list[str], model_path: Path, port: int, host: str, *, 
     # -P: a `kernels` folder in the working directory must not shadow the package that SGLang imports.
     command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(model_path)]
     command += ["--host", host, "--port", str(port)]
-    for flag, value in {**REQUIRED, **(CPU_FLAGS if cpu else GPU_FLAGS)}.items():
+    # On a CPU forwards are synchronous: overlap scheduling would only run each turn's last token for nothing.
+    serial: dict[str, str | None] = (
+        {} if (not cpu if overlap is None else overlap) else {"--disable-overlap-schedule": None}
+    )
+    for flag, value in {**REQUIRED, **serial, **(CPU_FLAGS if cpu else GPU_FLAGS)}.items():
         if flag not in given:
             command += [flag] if value is None else [flag, value]
     return command + extra
@@ -71,6 +80,10 @@ def engine(
     ] = 0.0,
     agentkv_say_phase: Annotated[str, typer.Option(help="Phase of visible text: others, act or think.")] = "others",
     agentkv_kernels: Annotated[str, typer.Option(help="triton, torch, or auto (by device).")] = "auto",
+    agentkv_overlap: Annotated[
+        bool | None,
+        typer.Option(help="Overlap scheduling: the scheduler works while a forward runs. [default: on a GPU]"),
+    ] = None,
     agentkv_idle_seconds: Annotated[float, typer.Option(help="Release a session's state after this time.")] = 3600.0,
 ) -> None:
     """Start one SGLang worker with the AgentKV cache. All further flags are SGLang's own."""
@@ -89,7 +102,7 @@ def engine(
         idle_seconds=agentkv_idle_seconds,
         dump_dir=os.environ.get("AGENTKV_DUMP", ""),
     )
-    command = server_command(context.args, model_path, port, host, cpu=cpu)
+    command = server_command(context.args, model_path, port, host, cpu=cpu, overlap=agentkv_overlap)
     os.environ[ENVIRONMENT] = config.dump()
     typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[4:])}", err=True)
     os.execv(command[0], command)

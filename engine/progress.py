@@ -15,7 +15,11 @@ from agentkv_serve.engine.turn import Turn, turn_of
 
 
 def after_step(runtime: Runtime, batch: Any) -> None:
-    """After a batch result: compresses running turns that are due (a prefill chunk, or enough decode tokens)."""
+    """After a batch result: compresses running turns that are due (a prefill chunk, or enough decode tokens).
+
+    Under overlap scheduling the next forward of the same requests is running already, and a further prefill chunk may
+    be laid out in the row: only the tokens of launched forwards are candidates.
+    """
     decodes = batch.forward_mode.is_decode()
     for req in batch.reqs:
         turn = turn_of(req)
@@ -24,7 +28,7 @@ def after_step(runtime: Runtime, batch: Any) -> None:
         if not decodes and not turn.policy.compress_prefill:
             continue
         slack = runtime.config.compress_every if decodes else 1
-        if _held(runtime, req.kv) >= turn.spec.budget + slack:
+        if turn.launched - runtime.start_of(req.kv) >= turn.spec.budget + slack:
             _compress_running(runtime, req, turn)
 
 
@@ -42,11 +46,12 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         if facts.aborted(req) or slot is None or not slot.kv.holds_kv:
             continue
         record.lost = None
+        _forget_overshoot(runtime, record, turn, slot.kv)
         record.labels = turn.labels(req.output_ids, runtime.automata)
         if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > turn.spec.budget:
             with OutsideFreeGroup(runtime.tree.token_to_kv_pool_allocator):
                 try:
-                    _compress(runtime, record, slot, slot.kv, turn)
+                    _compress(runtime, record, slot, slot.kv, turn, int(slot.kv.kv_committed_len))
                 except NoRoomError:
                     reclaim.release(runtime, record.key, "evicted")
                     continue
@@ -69,6 +74,7 @@ def roll_back(runtime: Runtime, req: Any) -> bool:
     slot = runtime.tree.session.borrowed_slot(req)
     if slot is None:
         return False
+    wait_for_forward(runtime)
     kv, committed = slot.kv, turn.checkpoint.committed
     runtime.tree.session._free_kv_aligned(kv, committed, kv.kv_allocated_len)
     kv.kv_allocated_len = committed
@@ -94,7 +100,26 @@ def retract(runtime: Runtime, req: Any) -> None:
     del runtime.tree.session.slots[turn.spec.session]
     req.lock, slot.lock = slot.lock, None
     turn.state, turn.reason = "rebuilt", "retracted"
-    turn.prefill, turn.checkpoint = None, None
+    turn.prefill, turn.checkpoint, turn.launched = None, None, 0
+
+
+def wait_for_forward(runtime: Runtime) -> None:
+    """Lets what follows on the device wait for the forward that is running; the next forward waits for what follows.
+
+    Without overlap scheduling all of it is in one stream anyway, and a CPU has none.
+    """
+    scheduler = runtime.scheduler
+    if scheduler.enable_overlap and runtime.shape.device.type != "cpu":
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+
+
+def _forget_overshoot(runtime: Runtime, record: SessionRecord, turn: Turn, kv: Any) -> None:
+    """Under overlap a finished turn's last token has run already. Its place in the rings is written again by the next
+    turn, which runs that token once more; so the rings of a session do not depend on the schedule."""
+    if record.kv is None or turn.launched <= kv.kv_committed_len:
+        return
+    wait_for_forward(runtime)
+    runtime.slots.unwrite(record.kv.slot, turn.launched - int(kv.kv_committed_len))
 
 
 def _held(runtime: Runtime, kv: Any) -> int:
@@ -107,16 +132,17 @@ def _compress_running(runtime: Runtime, req: Any, turn: Turn) -> None:
     tree = runtime.tree
     if runtime.scheduler.chunked_req is req and not runtime.start_of(req.kv):
         # Between chunks nothing of the prompt is in the tree yet: publish it before the row becomes a mixture.
-        tree.checkpoint(req, up_to=req.extend_end)
+        tree.checkpoint(req, up_to=turn.launched)
     holder = tree.session.borrowed_slot(req) or req
     try:
-        _compress(runtime, record, holder, req.kv, turn)
+        _compress(runtime, record, holder, req.kv, turn, turn.launched)
     except NoRoomError as error:
         req.to_finish = FINISH_ABORT(f"agentkv:no_room: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-def _compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, turn: Turn) -> None:
-    if compress(runtime, record, holder, kv, turn.spec.budget):
+def _compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, turn: Turn, length: int) -> None:
+    wait_for_forward(runtime)
+    if compress(runtime, record, holder, kv, turn.spec.budget, length):
         turn.compactions += 1
         turn.checkpoint = None
 

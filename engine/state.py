@@ -37,7 +37,7 @@ class Rings:
 
     ring: Tensor  # [L, 1, R, Hq, D]
     written: Tensor  # [4]
-    last_ring: int
+    last_ring: Tensor  # []
 
 
 class SessionSlots:
@@ -116,9 +116,13 @@ class SessionSlots:
         ring = (place // capacity).clamp(max=self.written.shape[1] - 1)
         return (place < rings * capacity) & (place % capacity < self.written[slot, ring])
 
+    def unwrite(self, slot: int, count: int) -> None:
+        """Takes back the newest `count` writes of the newest token's ring (in place, no host round trip)."""
+        self.written[slot].index_add_(0, self.last_ring[slot : slot + 1], self.written.new_full((1,), -count))
+
     def copy_rings(self, slot: int) -> Rings:
         """A copy of a session's rings, to restore after an abort."""
-        return Rings(self.ring[slot].clone(), self.written[slot].clone(), int(self.last_ring[slot]))
+        return Rings(self.ring[slot].clone(), self.written[slot].clone(), self.last_ring[slot].clone())
 
     def restore_rings(self, slot: int, rings: Rings) -> None:
         """Puts a copy back (in place)."""

@@ -37,6 +37,7 @@ class Turn:
     reason: str | None = None
     prefill: int | None = None  # prompt tokens computed, known at the first extend
     checkpoint: Checkpoint | None = None  # where an abort rolls a resumed session back to
+    launched: int = 0  # tokens whose forward was launched; under overlap ahead of the results that are known
     compactions: int = 0
     facts: Facts | None = None
     sampled: npt.NDArray[np.int8] = field(default_factory=lambda: np.empty(0, dtype=np.int8))

@@ -26,9 +26,9 @@ class Fleet:
         self.folder = folder
         self.servers: dict[tuple[str, ...], Server] = {}
 
-    def stock(self, model: Path, *flags: str, dtype: str = "float32", **env: str) -> Server:
+    def stock(self, model: Path, *flags: str, dtype: str = "float32", overlap: bool = False, **env: str) -> Server:
         """SGLang without the plug-in."""
-        return self._get(stock_command(model, "--dtype", dtype, *flags), {**STOCK_ENV, **env})
+        return self._get(stock_command(model, "--dtype", dtype, *flags, overlap=overlap), {**STOCK_ENV, **env})
 
     def agentkv(self, model: Path, *flags: str, dtype: str = "float32", **env: str) -> Server:
         """SGLang with the plug-in; its compactions are written to `server.dumps`."""

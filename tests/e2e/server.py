@@ -297,10 +297,10 @@ def flat_runs(labels: Sequence[Label]) -> list[int]:
     return flat
 
 
-def stock_command(model: Path, *flags: str) -> list[str]:
-    """SGLang alone."""
+def stock_command(model: Path, *flags: str, overlap: bool = False) -> list[str]:
+    """SGLang alone. Overlap scheduling is off, as the product has it on a CPU, unless asked for."""
     common = (
-        "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
+        "--device cpu --attention-backend torch_native --sampling-backend pytorch "
         "--skip-server-warmup --sleep-on-idle --enable-cache-report --trust-remote-code"
     )
     return [
@@ -310,6 +310,7 @@ def stock_command(model: Path, *flags: str) -> list[str]:
         "--model-path",
         str(model),
         *common.split(),
+        *([] if overlap else ["--disable-overlap-schedule"]),
         *flags,
     ]
 
