@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import ClassVar
 
-from agentkv_serve.engine.policies.base import KEEP_LAST, Policy, Window
+from agentkv_serve.engine.policies.base import KEEP_LAST, LEAST_RECENT, Policy, Sampler, Scores, Window
 from agentkv_serve.kernels import score
-from agentkv_serve.phase_tagger import Label
+from agentkv_serve.phase_tagger import Label, Phase
 
 
+@dataclass(frozen=True, kw_only=True)
 class AgentKV(Policy):
     """Mean over the union of phase queries of softmax(q·k/√d), one pool of candidates, no per-phase quota.
 
@@ -17,21 +19,34 @@ class AgentKV(Policy):
     tokens are kept too, and compression also runs at prefill-chunk ends and at turn end.
     """
 
-    name = "agentkv"
-    pool = 7
+    name: ClassVar[str] = "agentkv"
 
-    def scores(self, window: Window) -> Tensor:
-        return score.attention_mass_layers(
-            window.queries,
-            window.valid,
-            window.k_buffers,
-            window.slots,
-            scale=window.scale,
-            pool=self.pool,
-            backend=window.backend,
+    queries_per_phase: int = 8
+    pool: int = 7
+    value_power: float = 0.0
+    """Exponent of the value norm that the score is multiplied by; 0 = none, as in the paper."""
+
+    @property
+    def samplers(self) -> tuple[Sampler, ...]:
+        return (Sampler(self.queries_per_phase),) * len(Phase)
+
+    def score(self, window: Window) -> Scores:
+        return Scores(
+            score.attention_mass_layers(
+                window.queries,
+                window.valid,
+                window.k_buffers,
+                window.slots,
+                scale=window.scale,
+                pool=self.pool,
+                v_buffers=window.v_buffers if self.value_power else None,
+                value_power=self.value_power,
+                backend=window.backend,
+            )
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class AgentKVPaper(AgentKV):
     """AgentKV with what the paper literally lists.
 
@@ -40,11 +55,31 @@ class AgentKVPaper(AgentKV):
     4 tokens still stay in place here, since SGLang may trim a row's tail by that much.
     """
 
-    name = "agentkv_paper"
-    recent = 4
-    compress_prefill = False
+    name: ClassVar[str] = "agentkv_paper"
+
+    recent: int = LEAST_RECENT
+    compress_prefill: bool = False
 
     def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
         sticky = {Label.SAY, Label.GLUE}
         table = super().ring_table(say_phase)
         return tuple(KEEP_LAST if label in sticky else table[label] for label in Label)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recent(AgentKV):
+    """The paper's matched recency baseline: as `agentkv` in all but the queries, which are the 32 newest of any phase.
+
+    The paper's ablation of the idea itself; the number of queries is the same.
+    """
+
+    name: ClassVar[str] = "recent"
+
+    queries_per_phase: int = 32
+
+    @property
+    def samplers(self) -> tuple[Sampler, ...]:
+        return (Sampler(self.queries_per_phase),)
+
+    def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
+        return (0,) * len(Label)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import ClassVar
 
-from agentkv_serve.engine.policies.base import Policy, Window
+from agentkv_serve.engine.policies.base import Policy, Sampler, Scores, Window
 
 
+@dataclass(frozen=True, kw_only=True)
 class Full(Policy):
     """Keeps every token; holds no query rings."""
 
-    name = "full"
-    compresses = False
-    rings = 0
-    ring_capacity = 0
-    sinks = 0
-    recent = 0
+    name: ClassVar[str] = "full"
+    compresses: ClassVar[bool] = False
 
-    def scores(self, window: Window) -> Tensor:
+    sinks: int = 0
+    recent: int = 0
+
+    @property
+    def samplers(self) -> tuple[Sampler, ...]:
+        return ()
+
+    def score(self, window: Window) -> Scores:
         raise TypeError("the full policy keeps every token and is never asked for scores")

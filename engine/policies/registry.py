@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from agentkv_serve.engine.policies.agentkv import AgentKV, AgentKVPaper
+from typing import Any
+
+from agentkv_serve.engine.policies.agentkv import AgentKV, AgentKVPaper, Recent
 from agentkv_serve.engine.policies.base import Policy
 from agentkv_serve.engine.policies.full import Full
 
-_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, AgentKV, AgentKVPaper)}
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, AgentKV, AgentKVPaper, Recent)}
 
 
 def policy_names() -> list[str]:
@@ -14,13 +16,15 @@ def policy_names() -> list[str]:
     return list(_POLICIES)
 
 
-def get_policy(name: str) -> Policy:
-    """A policy object by name.
+def get_policy(name: str, **settings: Any) -> Policy:
+    """A policy object by name; settings are its dataclass fields.
 
     Raises:
         KeyError: an unknown name; the message lists the known ones.
+        TypeError: a setting that the policy does not have.
     """
     try:
-        return _POLICIES[name]()
+        policy = _POLICIES[name]
     except KeyError:
         raise KeyError(f"unknown policy {name!r}; known: {', '.join(_POLICIES)}") from None
+    return policy(**settings)
