@@ -17,7 +17,6 @@ from pathlib import Path
 import httpx
 
 from agentkv_serve.children import Child, ChildDied, free_port, port_is_free, uninterrupted
-from agentkv_serve.parsers import parser_flags
 
 PORT = 8000
 AGENTKV = (sys.executable, "-m", "agentkv_serve")
@@ -88,10 +87,10 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         for i, engine_port in enumerate(engine_ports):
             name = "engine" if settings.workers == 1 else f"engine {i}"
             command = [*AGENTKV, "engine", "--model-path", str(settings.model), "--port", str(engine_port)]
-            command += ["--api-key", key, *engine_flags(settings)]
+            command += ["--api-key", key, *settings.engine_flags]
             children.append(Child(name, command, logs / f"engine-{i}.log", os.environ))
         for engine, url in zip(children, engine_urls, strict=True):
-            _await_healthy(engine, f"{url}/health", key, deadline, report)
+            await_healthy(engine, f"{url}/health", key, deadline, report)
         environment = {
             **os.environ,
             "AGENTKV_GATEWAY_MODEL_PATH": str(settings.model),
@@ -102,7 +101,7 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         }
         gateway = Child("gateway", [*AGENTKV, "gateway"], logs / "gateway.log", environment)
         children.append(gateway)
-        _await_healthy(gateway, f"http://127.0.0.1:{port}/readyz", "", deadline, report)
+        await_healthy(gateway, f"http://127.0.0.1:{port}/readyz", "", deadline, report)
         yield Stack(f"http://127.0.0.1:{port}", engine_urls, key, logs, tuple(children))
     except (StackError, ChildDied):
         failed = True
@@ -113,14 +112,6 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
                 child.stop()
             if not failed:  # else the logs are what the user needs next
                 shutil.rmtree(logs, ignore_errors=True)
-
-
-def engine_flags(settings: StackSettings) -> list[str]:
-    """Returns the flags of every engine: the given ones, and ours where none of that name is given."""
-    given = {argument.split("=", 1)[0] for argument in settings.engine_flags}
-    ours = {"--served-model-name": settings.model.name, **parser_flags(settings.model)}
-    added = [word for flag, value in ours.items() if flag not in given for word in (flag, value)]
-    return [*added, *settings.engine_flags]
 
 
 def choose_ports(settings: StackSettings) -> tuple[list[int], int]:
@@ -141,7 +132,7 @@ def choose_ports(settings: StackSettings) -> tuple[list[int], int]:
     return engines, port
 
 
-def _await_healthy(child: Child, url: str, key: str, deadline: float, report: Report) -> None:
+def await_healthy(child: Child, url: str, key: str, deadline: float, report: Report) -> None:
     stage = ""
     with httpx.Client(headers={"authorization": f"Bearer {key}"} if key else {}, trust_env=False) as client:
         while time.monotonic() < deadline:

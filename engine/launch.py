@@ -12,6 +12,7 @@ import typer
 from agentkv_serve.engine import selfcheck
 from agentkv_serve.engine.config import ENVIRONMENT, EngineConfig
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED
+from agentkv_serve.parsers import parser_flags
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -30,14 +31,19 @@ GPU_FLAGS: dict[str, str | None] = {"--attention-backend": "triton", "--disable-
 def server_command(
     extra: list[str], model_path: Path, port: int, host: str, *, cpu: bool, overlap: bool | None = None
 ) -> list[str]:
-    """The command line of SGLang's server. A flag of ours that the user gives too keeps the user's value.
+    """The command line of SGLang's server: with the flags that the cache and the device need, and the parsers of the
+    model's family. A flag of ours that the user gives too keeps the user's value.
 
     Args:
         overlap: whether the scheduler works while a forward runs; None = on a GPU.
 
     Raises:
-        typer.BadParameter: a flag that cannot work with the AgentKV cache, by name.
+        typer.BadParameter: no such model folder, or a flag that cannot work with the AgentKV cache, by name.
     """
+    if not model_path.is_dir():
+        raise typer.BadParameter(
+            f"--model-path {model_path}: there is no folder of that name; give a Hugging Face folder"
+        )
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
     for refusal in REFUSALS:
         takes_value = refusal.when is not bool
@@ -50,7 +56,8 @@ def server_command(
     serial: dict[str, str | None] = (
         {} if (not cpu if overlap is None else overlap) else {"--disable-overlap-schedule": None}
     )
-    for flag, value in {**REQUIRED, **serial, **(CPU_FLAGS if cpu else GPU_FLAGS)}.items():
+    named = {"--served-model-name": model_path.name, **parser_flags(model_path)}
+    for flag, value in {**REQUIRED, **serial, **(CPU_FLAGS if cpu else GPU_FLAGS), **named}.items():
         if flag not in given:
             command += [flag] if value is None else [flag, value]
     return command + extra

@@ -11,6 +11,7 @@ import typer
 
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED, Refusal, RefusedFlagError, refuse
 from agentkv_serve.engine.launch import server_command
+from agentkv_serve.model import default_model
 
 WRONG: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
@@ -57,16 +58,23 @@ def test_every_flag_that_is_no_switch_has_a_refused_value_here() -> None:
 
 
 def test_the_launcher_adds_what_is_needed_and_keeps_what_is_given() -> None:
-    command = server_command(["--page-size", "16", "--max-running-requests=4"], Path("m"), 7, "127.0.0.1", cpu=True)
+    command = server_command(
+        ["--page-size", "16", "--max-running-requests=4"], default_model(), 7, "127.0.0.1", cpu=True
+    )
     for flag in REQUIRED:
         assert flag in command
     assert command[command.index("--device") + 1] == "cpu"
     assert "--max-running-requests" not in command and command[-1] == "--max-running-requests=4"
-    on_gpu = server_command([], Path("m"), 7, "127.0.0.1", cpu=False)
+    on_gpu = server_command([], default_model(), 7, "127.0.0.1", cpu=False)
     assert "--disable-overlap-schedule" in command and "--disable-overlap-schedule" not in on_gpu
     assert "--device" not in on_gpu and on_gpu[on_gpu.index("--attention-backend") + 1] == "triton"
 
 
 def test_the_launcher_refuses_a_switch_before_anything_is_loaded() -> None:
     with pytest.raises(typer.BadParameter, match="--enable-mixed-chunk"):
-        server_command(["--enable-mixed-chunk"], Path("m"), 7, "127.0.0.1", cpu=True)
+        server_command(["--enable-mixed-chunk"], default_model(), 7, "127.0.0.1", cpu=True)
+
+
+def test_the_launcher_asks_for_a_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="no folder"):
+        server_command([], tmp_path / "none", 7, "127.0.0.1", cpu=True)

@@ -10,7 +10,6 @@ import pytest
 from agentkv_serve.model import default_model
 from agentkv_serve.parsers import PARSERS, chat_template, parser_flags
 from agentkv_serve.phase_tagger import get_family
-from agentkv_serve.stack import StackSettings, engine_flags
 
 
 def test_the_default_model() -> None:
@@ -19,8 +18,12 @@ def test_the_default_model() -> None:
 
 @pytest.mark.parametrize("given", [("--tool-call-parser", "qwen25"), ("--tool-call-parser=qwen25",)])
 def test_the_users_flags_win(given: tuple[str, ...]) -> None:
-    settings = StackSettings(default_model(), engine_flags=given)
-    assert engine_flags(settings) == ["--served-model-name", "SmolLM2-135M-Instruct", *given]
+    pytest.importorskip("sglang")
+    from agentkv_serve.engine.launch import server_command
+
+    command = server_command([*given], default_model(), 7, "127.0.0.1", cpu=True)
+    assert command[command.index("--served-model-name") + 1] == "SmolLM2-135M-Instruct"
+    assert "hermes" not in command and command[-len(given) :] == [*given]
 
 
 def test_every_family_and_parser_exists() -> None:
