@@ -10,6 +10,7 @@ import torch
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.automata import AutomatonBank
 from agentkv_serve.engine.config import EngineConfig
+from agentkv_serve.engine.metrics import WorkerMetrics
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import SessionTable
 from agentkv_serve.engine.state import ModelShape, SessionSlots
@@ -56,7 +57,9 @@ def ensure_runtime(runner: Any) -> Runtime:
         kv_pool=runner.token_to_kv_pool,
         req_to_token=runner.req_to_token_pool.req_to_token,
         backend=_kernels(config, device),
+        metrics=WorkerMetrics(reports=_reports()),
     )
+    runtime.metrics.started(runtime.slots.nbytes)
     runtime_module.install(runtime)
     pool_bytes = runner.max_total_num_tokens * shape.token_bytes()
     logger.info(
@@ -126,6 +129,13 @@ def _session_slots(runner: Any, config: EngineConfig, shape: ModelShape, rows: i
     afforded = int(config.ring_share * pool_bytes / (ring_bytes * shape.dtype.itemsize))
     useful = runner.max_total_num_tokens // (LEAST_BUDGET + config.compress_every)
     return int(max(1, min(rows, useful, afforded)))
+
+
+def _reports() -> bool:
+    """Whether this rank tells Prometheus of the worker's sessions."""
+    from sglang.srt.runtime_context import get_observability, get_parallel
+
+    return bool(get_observability().enable_metrics) and get_parallel().tp_rank == 0
 
 
 def _kernels(config: EngineConfig, device: torch.device) -> Backend:

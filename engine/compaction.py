@@ -58,6 +58,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     if state is None:
         raise RuntimeError(f"session {record.key[:8]} has no KV state to compress")
     began = time.perf_counter()
+    mark = runtime.metrics.mark(runtime.shape.device)
     allocator = runtime.tree.token_to_kv_pool_allocator
     page = allocator.page_size
     start, shared = state.start, kv.cache_protected_len
@@ -104,6 +105,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     state.start = new_start
     runtime.slots.start[kv.req_pool_idx] = new_start
     record.compactions.append(Compaction(record.epoch, length, length - start, length - new_start))
+    runtime.metrics.compacted(mark)
     if runtime.config.dump_dir:
         dump.compaction(runtime, record, window, length, start)
     logger.debug(

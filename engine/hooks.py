@@ -97,6 +97,7 @@ def after_process_batch_result(_: Any, scheduler: Any, batch: Any, result: Any) 
     if runtime is not None:
         progress.after_step(runtime, batch)
         intake.start_deferred(runtime)
+        runtime.metrics.refresh(runtime)
 
 
 def before_stream_output(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,6 +136,7 @@ def around_close(original: Any, controller: Any, session_id: str) -> None:
     runtime = runtime_module.current()
     if runtime is not None and session_id not in controller.sessions:
         runtime.sessions.close(session_id, "idle" if timed_out else None)
+        runtime.metrics.closed(runtime)
 
 
 def after_evict_to_free_tokens(_: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> None:

@@ -69,6 +69,8 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
     if session is None:
         turn.reason = record.lost
         turn.state = "rebuilt" if record.lost else "new"
+        if turn.reason is not None:
+            runtime.metrics.rebuilt(turn.reason)
         controller.open(
             OpenSessionReqInput(
                 capacity_of_str_len=1 << 30,

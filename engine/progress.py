@@ -58,6 +58,7 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         if runtime.config.dump_dir:
             dump.turn_end(runtime, record, int(slot.kv.kv_committed_len))
         turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
+        runtime.metrics.turn_ended(record, turn.facts)
         spec = turn.spec
         record.turns.append(FinishedTurn(spec.epoch, spec.budget, spec.policy, turn.compactions, turn.facts))
 
@@ -100,6 +101,7 @@ def retract(runtime: Runtime, req: Any) -> None:
     del runtime.tree.session.slots[turn.spec.session]
     req.lock, slot.lock = slot.lock, None
     turn.state, turn.reason = "rebuilt", "retracted"
+    runtime.metrics.rebuilt("retracted")
     turn.prefill, turn.checkpoint, turn.launched = None, None, 0
 
 

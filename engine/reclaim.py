@@ -87,4 +87,5 @@ def session_slots(runtime: Runtime) -> int:
 
 def _evict(runtime: Runtime, session: Any) -> None:
     logger.debug("session %s gives way", session.session_id[:8])
+    runtime.metrics.gave_way()
     release(runtime, session.session_id, "evicted")

@@ -10,6 +10,7 @@ import torch
 from agentkv_serve.engine.automata import AutomatonBank
 from agentkv_serve.engine.capture import CapturePlan
 from agentkv_serve.engine.config import EngineConfig
+from agentkv_serve.engine.metrics import WorkerMetrics
 from agentkv_serve.engine.sessions import SessionTable
 from agentkv_serve.engine.state import ModelShape, SessionSlots
 from agentkv_serve.engine.turn import Turn
@@ -29,6 +30,7 @@ class Runtime:
     kv_pool: Any  # SGLang's MHATokenToKVPool
     req_to_token: torch.Tensor  # [rows, context] int32
     backend: Backend  # kernels: torch or triton
+    metrics: WorkerMetrics = field(default_factory=lambda: WorkerMetrics(reports=False))
     tree: Any = None  # AgentKVRadixCache
     scheduler: Any = None
     plan: CapturePlan | None = None  # what the running forward captures
