@@ -97,7 +97,6 @@ def after_process_batch_result(_: Any, scheduler: Any, batch: Any, result: Any) 
     if runtime is not None:
         progress.after_step(runtime, batch)
         intake.start_deferred(runtime)
-        runtime.metrics.refresh(runtime)
 
 
 def before_stream_output(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +104,7 @@ def before_stream_output(streamer: Any, reqs: Any, *args: Any, **kwargs: Any) ->
     runtime = runtime_module.current()
     if runtime is not None and runtime.scheduler is not None:
         progress.finish_turns(runtime, reqs)
+        runtime.metrics.refresh(runtime)
 
 
 def after_cached_tokens_details(details: Any, streamer: Any, req: Any) -> Any:

@@ -39,8 +39,9 @@ class WorkerMetrics:
             return
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        # Read by SGLang through the shared files, whatever registry holds them here.
-        common: dict[str, Any] = {"registry": CollectorRegistry()}
+        # SGLang reads the shared files: this registry is for who looks from inside.
+        self.registry = CollectorRegistry()
+        common: dict[str, Any] = {"registry": self.registry}
         newest: dict[str, Any] = {**common, "multiprocess_mode": "mostrecent"}
         self.held = Gauge(
             "agentkv_held_tokens",

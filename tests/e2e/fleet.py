@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 PAGED = (
     *("--page-size", "16", "--chunked-prefill-size", "256"),
-    *("--max-total-tokens", "16384", "--decode-log-interval", "1"),
+    *("--max-total-tokens", "16384", "--decode-log-interval", "1", "--enable-metrics"),
 )
 """Flags of the tiny server that most tests share."""
 
