@@ -91,22 +91,24 @@ class SessionSettings(_Part):
 
 
 class StoreSettings(_Part):
-    """Where sessions live. `url` None: in this process. Else redis://, rediss://, unix:// or
-    redis+sentinel://host:port,host:port/service. `ledger_key`: base64 of 16 or 32 bytes; token ids are then encrypted.
+    """Where sessions live. `url` None: in this process. Else redis://, rediss:// (TLS, checked against `ca_file` or the
+    system's authorities), unix://, or redis[s]+sentinel://host:port,host:port/service. `timeout`: seconds that any call
+    may take; `lease`: seconds after which a silent gateway's turn may be taken over. `ledger_key`: base64 of 16 or 32
+    bytes; token ids are then encrypted.
     """
 
     url: SecretStr | None = None
     timeout: Seconds = 0.25
     lease: Seconds = 30
-    connections: int = Field(default=64, ge=1)
     ca_file: str | None = None
     ledger_key: SecretStr | None = None
 
     @field_validator("url")
     @classmethod
     def _known_scheme(cls, url: SecretStr | None) -> SecretStr | None:
-        if url and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://", "redis+sentinel://")):
-            raise ValueError("a store URL starts with redis://, rediss://, unix:// or redis+sentinel://")
+        known = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+        if url and not url.get_secret_value().startswith(known):
+            raise ValueError("a store URL starts with redis[s]://, unix:// or redis[s]+sentinel://")
         return url
 
     @field_validator("ledger_key")
@@ -167,6 +169,12 @@ class TelemetrySettings(_Part):
     service_name: str = "agentkv-gateway"
 
 
+class UiSettings(_Part):
+    """The page `/ui`. Token ids are content, so text is shown only where `show_content` says so."""
+
+    show_content: bool = False
+
+
 class LogSettings(_Part):
     """How the process logs."""
 
@@ -205,6 +213,7 @@ class Settings(BaseSettings):
     stream: StreamSettings = StreamSettings()
     routing: RoutingSettings = RoutingSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    ui: UiSettings = UiSettings()
     log: LogSettings = LogSettings()
     shutdown_delay: Annotated[float, Field(ge=0)] = 0
     shutdown_grace: Seconds = 30

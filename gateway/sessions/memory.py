@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from agentkv_serve.gateway.sessions.ledger import Turn
 from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.sessions.store import (
     CALL_MARK,
@@ -85,10 +85,7 @@ class MemoryStore:
         self._leases[key] = token
         epoch = session.epoch
         session.epoch += 1
-        own = copy.copy(session)
-        own.ledger = copy.copy(session.ledger)
-        own.ledger.turns = dict(session.ledger.turns)
-        return Lease(own, epoch, token)
+        return Lease(session.copied(), epoch, token)
 
     async def bump(self, lease: Lease) -> None:
         session = self._held(lease)
@@ -105,11 +102,15 @@ class MemoryStore:
         self._free(new.key)
 
     def _put(self, old: Session, new: Session) -> None:
-        self._unindex(old, keep=new)
         self._sessions[new.key] = new
         self._sessions.move_to_end(new.key)
         self._place(new, 1)
-        for mark in marks_of(new):
+        # Only what has changed, so that a turn costs the same in a long session; `old` may be in nobody's index yet.
+        known, now = (old.ledger.turns if old is not new else {}), new.ledger.turns
+        gone = [known[link] for link in known.keys() - now.keys()]
+        if gone:
+            self._unindex(new, set(marks_of(gone)) - set(marks_of(now.values())))
+        for mark in marks_of(now[link] for link in now.keys() - known.keys()):
             keys = self._index.get((new.scope, mark), ())
             if new.key not in keys:
                 self._index[new.scope, mark] = (*keys, new.key)
@@ -227,17 +228,14 @@ class MemoryStore:
         self._sessions.pop(session.key)
         self._per_tenant[session.tenant] -= 1
         self._place(session, -1)
-        self._unindex(session)
+        self._unindex(session, marks_of(session.ledger.turns.values()))
 
     def _place(self, session: Session, sign: int) -> None:
         if session.worker:
             self._resident[session.worker] += sign * session.kv_tokens
 
-    def _unindex(self, session: Session, keep: Session | None = None) -> None:
-        kept = set(marks_of(keep)) if keep else set()
-        for mark in marks_of(session):
-            if mark in kept:
-                continue
+    def _unindex(self, session: Session, marks: Iterable[Mark]) -> None:
+        for mark in marks:
             left = tuple(k for k in self._index.get((session.scope, mark), ()) if k != session.key)
             if left:
                 self._index[session.scope, mark] = left
@@ -245,9 +243,9 @@ class MemoryStore:
                 self._index.pop((session.scope, mark), None)
 
 
-def marks_of(session: Session) -> list[Mark]:
-    """What finds this session by content: each turn's digest and each tool-call id that it issued."""
-    marks: list[Mark] = list(session.ledger.turns)
-    for turn in session.ledger.turns.values():
-        marks += [CALL_MARK + call.encode() for call in turn.call_ids]
-    return marks
+def marks_of(turns: Iterable[Turn]) -> Iterator[Mark]:
+    """What finds the session of these turns by content: each turn's digest and each tool-call id that it issued."""
+    for turn in turns:
+        yield turn.link
+        for call in turn.call_ids:
+            yield CALL_MARK + call.encode()

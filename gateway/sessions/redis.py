@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from agentkv_serve.gateway.encoding import digest
 from agentkv_serve.gateway.sessions import scripts
 from agentkv_serve.gateway.sessions.ledger import Turn
+from agentkv_serve.gateway.sessions.link import Command, Link
 from agentkv_serve.gateway.sessions.memory import marks_of
 from agentkv_serve.gateway.sessions.packing import (
     Seal,
@@ -26,6 +25,7 @@ from agentkv_serve.gateway.sessions.packing import (
     unpack_session,
     unpack_turn,
 )
+from agentkv_serve.gateway.sessions.scripts import Script
 from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.sessions.store import (
     Lease,
@@ -48,7 +48,7 @@ class RedisStore:
 
     def __init__(
         self,
-        client: Redis,
+        link: Link,
         *,
         idle_ttl: float,
         clock: Callable[[], float],
@@ -57,7 +57,7 @@ class RedisStore:
         cached_sessions: int = 10_000,
         on_call: Callable[[float, bool], None] = lambda seconds, well: None,
     ) -> None:
-        self._redis = client
+        self._link = link
         self._ttl = int(idle_ttl * 1000)
         self._clock = clock
         self._seal = seal
@@ -65,7 +65,8 @@ class RedisStore:
         self._cached = cached_sessions
         self._on_call = on_call
         self._cache: OrderedDict[str, tuple[str, dict[bytes, Turn]]] = OrderedDict()
-        self._renewals: dict[str, asyncio.Task[None]] = {}
+        self._leases: dict[str, str] = {}  # keys of sessions by the tokens of their leases
+        self._renewer: asyncio.Task[None] | None = None
         self._unheard: list[tuple[str, str]] = []
         self._workers: set[str] = set()
         self._resident: tuple[float, dict[str, int]] = (-1e9, {})
@@ -76,22 +77,23 @@ class RedisStore:
 
     async def close(self) -> None:
         """Stop renewing leases and close the connections."""
-        for task in self._renewals.values():
-            task.cancel()
-        await asyncio.gather(*self._renewals.values(), return_exceptions=True)
-        await self._redis.aclose()
+        if self._renewer:
+            self._renewer.cancel()
+            await asyncio.gather(self._renewer, return_exceptions=True)
+        await self._link.close()
 
     async def memory(self) -> bytes:
         """A mark that lives as long as the server's memory: another one means that all sessions were lost. Raises
         StoreDown when the server does not answer. Frees leases that were given when nobody heard it."""
         name, mark = f"{PREFIX}memory", secrets.token_hex(8)
-        await self._call(self._redis.set(name, mark, nx=True, px=_MEMORY_TTL))
-        await self._call(self._redis.pexpire(name, _MEMORY_TTL))
+        *_, memory = await self._calls(
+            ("SET", name, mark, "NX", "PX", _MEMORY_TTL), ("PEXPIRE", name, _MEMORY_TTL), ("GET", name)
+        )
         while self._unheard:
             key, token = self._unheard[-1]
             await self._script(scripts.FREE, [_name("l", key)], token)
             self._unheard.pop()
-        return bytes(await self._call(self._redis.get(name)) or b"")
+        return bytes(memory or b"")
 
     def abandon(self, lease: Lease) -> None:
         """Let the lease go although the server cannot be told now."""
@@ -99,11 +101,8 @@ class RedisStore:
         self._unheard.append((lease.session.key, lease.token))
 
     async def peek(self, key: str) -> tuple[Session | None, bool]:
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.hgetall(_name("s", key))
-        pipe.exists(_name("l", key))
-        fields, busy = await self._call(pipe.execute())
-        session = await self._load(key, fields) if fields else None
+        flat, busy = await self._calls(("HGETALL", _name("s", key)), ("EXISTS", _name("l", key)))
+        session = await self._load(key, _fields(flat)) if flat else None
         return session, bool(busy)
 
     async def claim(self, fresh: Session, wait: float, limit: int, *, least_epoch: int = 0) -> Lease:
@@ -126,9 +125,8 @@ class RedisStore:
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 1.5, _POLL[1])
         _, epoch, version, flat, links = reply
-        fields = dict(zip(flat[::2], flat[1::2], strict=True))
         try:
-            session = await self._load(fresh.key, fields, version=version, links=links)
+            session = await self._load(fresh.key, _fields(flat), version=version, links=links)
         except BaseException:
             # Nothing was dispatched; the lease would only run out.
             await self._script(scripts.RELEASE, self._keys(fresh), token, epoch, 0, fresh.key)
@@ -138,7 +136,9 @@ class RedisStore:
             session = copy.copy(fresh)
         session.epoch = epoch + 1
         lease = Lease(session, epoch, token)
-        self._renewals[token] = asyncio.create_task(self._renew(lease))
+        self._leases[token] = fresh.key
+        if self._renewer is None:
+            self._renewer = asyncio.create_task(self._renew())
         return lease
 
     async def _claim(self, fresh: Session, token: str, limit: int, least_epoch: int) -> Any:
@@ -168,7 +168,7 @@ class RedisStore:
         gone = [link for link in known if link not in session.ledger.turns]
         turns = [part for link, turn in new.items() for part in (link, self._sealed(key, link, turn))]
         fields = [part for item in pack_session(session).items() for part in item]
-        marks = [_mark(session.scope, mark) for mark in marks_of_turns(new.values())]
+        marks = [_mark(session.scope, mark) for mark in marks_of(new.values())]
         done = await self._script(
             scripts.COMMIT,
             [*self._keys(session)[:3], *marks],
@@ -196,55 +196,50 @@ class RedisStore:
         return session
 
     async def find(self, scope: str, marks: Sequence[Mark]) -> tuple[Mark, list[str]] | None:
-        pipe = self._redis.pipeline(transaction=False)
         marks = marks[:_MAX_MARKS]
-        for mark in marks:
-            pipe.smembers(_mark(scope, mark))
-        for mark, keys in zip(marks, await self._call(pipe.execute()) if marks else [], strict=True):
+        found = await self._calls(*(("SMEMBERS", _mark(scope, mark)) for mark in marks))
+        for mark, keys in zip(marks, found, strict=True):
             if keys:
                 return mark, sorted(key.decode() for key in keys)
         return None
 
     async def sessions(self, tenant: str) -> list[Session]:
-        keys = await self._call(self._redis.zrange(_name("n", _short(tenant)), 0, -1))
+        keys = await self._call("ZRANGE", _name("n", _short(tenant)), 0, -1)
         return await self._without_ledgers(key.decode() for key in keys)
 
     async def on_worker(self, worker: str) -> list[Session]:
-        keys = await self._call(self._redis.hkeys(_name("wk", worker)))
+        keys = await self._call("HKEYS", _name("wk", worker))
         return await self._without_ledgers(key.decode() for key in keys)
 
     async def count(self) -> int:
-        pipe = self._redis.pipeline(transaction=False)
-        for worker in sorted(self._workers):
-            pipe.hlen(_name("wk", worker))
-        return sum(await self._call(pipe.execute())) if self._workers else 0
+        return sum(await self._calls(*(("HLEN", _name("wk", worker)) for worker in sorted(self._workers))))
 
     async def resident(self, workers: Sequence[str]) -> Mapping[str, int]:
         self._workers.update(workers)
         taken, sums = self._resident
         if self._clock() - taken < 0.5:
             return sums
-        values = await self._call(self._redis.mget([_name("ws", w) for w in workers])) if workers else []
+        values = await self._call("MGET", *(_name("ws", w) for w in workers)) if workers else []
         sums = {w: max(0, int(v or 0)) for w, v in zip(workers, values, strict=True)}
         self._resident = (self._clock(), sums)
         return sums
 
     async def keep(self, key: str, value: bytes, ttl: float) -> None:
         sealed = self._seal.close(value, key.encode())
-        await self._call(self._redis.set(_name("v", key), sealed, px=int(ttl * 1000)))
+        await self._call("SET", _name("v", key), sealed, "PX", max(1, int(ttl * 1000)))
 
     async def recall(self, key: str) -> bytes | None:
-        stored = await self._call(self._redis.get(_name("v", key)))
+        stored = await self._call("GET", _name("v", key))
         try:
             return None if stored is None else self._seal.open(stored, key.encode())
         except SealError:
             return None
 
     async def discard(self, key: str) -> None:
-        await self._call(self._redis.delete(_name("v", key)))
+        await self._call("DEL", _name("v", key))
 
     async def workers(self) -> dict[str, bytes] | None:
-        entries = await self._call(self._redis.hgetall(f"{PREFIX}workers"))
+        entries = _fields(await self._call("HGETALL", f"{PREFIX}workers"))
         found = {}
         for name, entry in entries.items():
             try:
@@ -256,10 +251,10 @@ class RedisStore:
     async def set_worker(self, worker: str, entry: bytes | None) -> None:
         name = f"{PREFIX}workers"
         if entry is None:
-            await self._call(self._redis.hdel(name, worker))
+            await self._call("HDEL", name, worker)
         else:
-            await self._call(self._redis.hset(name, worker, self._seal.close(entry, worker.encode())))
-            await self._call(self._redis.pexpire(name, _MEMORY_TTL))
+            sealed = self._seal.close(entry, worker.encode())
+            await self._calls(("HSET", name, worker, sealed), ("PEXPIRE", name, _MEMORY_TTL))
 
     async def sweep(self) -> list[Session]:
         for worker in sorted(self._workers):
@@ -283,9 +278,9 @@ class RedisStore:
         cached, turns = self._cache.get(key, ("", {}))
         if cached != current:
             if links is None:
-                links = await self._call(self._redis.hkeys(_name("t", key)))
+                links = await self._call("HKEYS", _name("t", key))
             missing = [link for link in links if link not in turns]
-            values = await self._call(self._redis.hmget(_name("t", key), missing)) if missing else []
+            values = await self._call("HMGET", _name("t", key), *missing) if missing else []
             try:
                 read = {
                     link: unpack_turn(link, self._seal.open(value, key.encode() + link))
@@ -312,61 +307,54 @@ class RedisStore:
             self._cache.popitem(last=False)
 
     async def _without_ledgers(self, keys: Iterable[str]) -> list[Session]:
-        pipe = self._redis.pipeline(transaction=False)
-        for key in keys:
-            pipe.hgetall(_name("s", key))
-        found = await self._call(pipe.execute()) if len(pipe) else []
-        return [unpack_session(fields) for fields in found if fields]
+        found = await self._calls(*(("HGETALL", _name("s", key)) for key in keys))
+        return [unpack_session(_fields(flat)) for flat in found if flat]
 
-    async def _renew(self, lease: Lease) -> None:
-        name = [_name("l", lease.session.key)]
+    async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease / 3)
-            try:
-                if not await self._script(scripts.RENEW, name, lease.token, int(self._lease * 1000)):
-                    return
-            except StoreDown:
-                continue
+            for token, key in list(self._leases.items()):
+                try:
+                    held = await self._script(scripts.RENEW, [_name("l", key)], token, int(self._lease * 1000))
+                except StoreDown:
+                    break
+                if not held:
+                    self._leases.pop(token, None)
 
     def _stop_renewing(self, lease: Lease) -> None:
-        task = self._renewals.pop(lease.token, None)
-        if task:
-            task.cancel()
+        self._leases.pop(lease.token, None)
 
     def _keys(self, session: Session) -> list[str]:
         kinds = [_name(kind, session.key) for kind in ("s", "l", "t")]
         return [*kinds, _name("n", _short(session.tenant))]
 
-    async def _script(self, text: str, keys: Sequence[Any], *arguments: Any) -> Any:
-        sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    async def _script(self, script: Script, keys: Sequence[bytes | str], *arguments: bytes | str | int | float) -> Any:
         try:
-            return await self._call(self._redis.evalsha(sha, len(keys), *keys, *arguments))
+            return await self._call("EVALSHA", script.sha, len(keys), *keys, *arguments)
         except NoScriptError:
             # EVAL loads it as well, and unlike SCRIPT LOAD it is allowed by every proxy.
-            return await self._call(self._redis.eval(text, len(keys), *keys, *arguments))
+            return await self._call("EVAL", script.text, len(keys), *keys, *arguments)
 
-    async def _call(self, command: Any) -> Any:
+    async def _call(self, *command: bytes | str | int | float) -> Any:
+        return (await self._calls(command))[0]
+
+    async def _calls(self, *commands: Command) -> list[Any]:
+        if not commands:
+            return []
         started = time.perf_counter()
         try:
-            reply = await cast("asyncio.Future[Any]", command)
+            replies = await self._link.calls(*commands)
         except NoScriptError:
             raise
         except (RedisError, OSError, TimeoutError) as error:
             self._on_call(time.perf_counter() - started, False)
             raise StoreDown(f"{type(error).__name__}: {error}") from error
         self._on_call(time.perf_counter() - started, True)
-        task = asyncio.current_task()
-        if task and task.cancelling():
-            # The client library may swallow a cancellation that meets a command on its way.
-            raise asyncio.CancelledError
-        return reply
+        return replies
 
 
-def marks_of_turns(turns: Iterable[Turn]) -> list[Mark]:
-    """What finds the session of these turns by content."""
-    session = Session("", "", "", "", 0, 0)
-    session.ledger.turns = {turn.link: turn for turn in turns}
-    return marks_of(session)
+def _fields(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _name(kind: str, key: str) -> str:

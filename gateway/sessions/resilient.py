@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -115,7 +114,7 @@ class ResilientStore:
         else:
             self._shared.abandon(lease)
             self._changed.add(key)
-        self._local.adopt(_copy(lease.session))
+        self._local.adopt(lease.session.copied())
 
     async def release(self, lease: Lease, *, dispatched: bool) -> None:
         if lease.local:
@@ -266,15 +265,8 @@ def _catch_up(lease: Lease, mine: Session | None) -> None:
     shared = lease.session
     lost = shared.ledger.head is None and mine is not None and mine.ledger.head is not None
     if mine and (mine.turns > shared.turns or (lost and mine.turns >= shared.turns)):
-        lease.session = _copy(mine)
+        lease.session = mine.copied()
         lease.session.epoch = shared.epoch
-
-
-def _copy(session: Session) -> Session:
-    own = copy.copy(session)
-    own.ledger = copy.copy(session.ledger)
-    own.ledger.turns = dict(session.ledger.turns)
-    return own
 
 
 async def _nothing(value: T) -> T:

@@ -6,10 +6,21 @@ that are found at run time have the store's prefix, which is given. All keys get
 
 from __future__ import annotations
 
+import hashlib
+
+
+class Script:
+    """A script and the name that the server knows it by once it has seen it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
 # KEYS: session, lease, turns, tenant's sessions. ARGV: token, lease ms, ttl ms, now, limit, known version, least epoch,
 # prefix, session key, then field, value, … of a session that is not there yet.
 # Returns {"busy"}, {"full"} or {"ok", epoch, version, fields, links or false when the caller's copy is current}.
-CLAIM = """
+CLAIM = Script("""
 local holder = redis.call('GET', KEYS[2])
 if holder and holder ~= ARGV[1] then return {'busy'} end
 if redis.call('EXISTS', KEYS[1]) == 0 then
@@ -42,19 +53,19 @@ local version = redis.call('HGET', KEYS[1], 'version')
 local links = false
 if version ~= ARGV[6] then links = redis.call('HKEYS', KEYS[3]) end
 return {'ok', epoch, version, redis.call('HGETALL', KEYS[1]), links}
-"""
+""")
 
 # KEYS: session, lease. ARGV: token, epoch of the turn. Returns the new epoch, or -1 when the lease is lost.
-BUMP = """
+BUMP = Script("""
 if redis.call('HGET', KEYS[1], 'epoch') ~= tostring(tonumber(ARGV[2]) + 1) then return -1 end
 redis.call('HINCRBY', KEYS[1], 'epoch', 1)
 return tonumber(ARGV[2]) + 1
-"""
+""")
 
 # KEYS: session, lease, turns, then index sets. ARGV: token, epoch of the turn, ttl ms, now, prefix, session key,
 # number of new turns, link, turn, …, number of dropped links, links…, then fields and values of the session.
 # A commit is conditional on the epoch: whoever was overtaken writes nothing. Returns 1, or 0 when overtaken.
-COMMIT = """
+COMMIT = Script("""
 if redis.call('HGET', KEYS[1], 'epoch') ~= tostring(tonumber(ARGV[2]) + 1) then return 0 end
 local ttl, key, prefix = ARGV[3], ARGV[6], ARGV[5]
 local old_worker = redis.call('HGET', KEYS[1], 'worker') or ''
@@ -102,10 +113,10 @@ redis.call('PEXPIRE', KEYS[1], ttl)
 redis.call('PEXPIRE', KEYS[3], ttl)
 if redis.call('GET', KEYS[2]) == ARGV[1] then redis.call('DEL', KEYS[2]) end
 return 1
-"""
+""")
 
 # KEYS: session, lease, turns, tenant's sessions. ARGV: token, epoch of the turn, 1 when it was dispatched, session key.
-RELEASE = """
+RELEASE = Script("""
 if redis.call('GET', KEYS[2]) == ARGV[1] then redis.call('DEL', KEYS[2]) end
 if ARGV[3] == '1' then return 1 end
 if redis.call('HGET', KEYS[1], 'epoch') ~= tostring(tonumber(ARGV[2]) + 1) then return 0 end
@@ -115,22 +126,22 @@ if ARGV[2] == '0' and redis.call('HLEN', KEYS[3]) == 0 then
   redis.call('ZREM', KEYS[4], ARGV[4])
 end
 return 1
-"""
+""")
 
 # KEYS: lease. ARGV: token. Ends a lease that nobody uses.
-FREE = """
+FREE = Script("""
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
-"""
+""")
 
 # KEYS: lease. ARGV: token, lease ms. Returns 0 when the lease is lost.
-RENEW = """
+RENEW = Script("""
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
-"""
+""")
 
 # KEYS: session, lease, turns, tenant's sessions. ARGV: prefix, session key.
-DELETE = """
+DELETE = Script("""
 local worker = redis.call('HGET', KEYS[1], 'worker') or ''
 if worker ~= '' then
   local held = redis.call('HGET', ARGV[1] .. 'wk:' .. worker, ARGV[2])
@@ -142,10 +153,10 @@ if worker ~= '' then
 end
 redis.call('ZREM', KEYS[4], ARGV[2])
 return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
-"""
+""")
 
 # KEYS: wk, wx, ws of one worker. ARGV: now. Takes sessions that expired out of the worker's sum.
-EXPIRE_WORKER = """
+EXPIRE_WORKER = Script("""
 local gone = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', ARGV[1], 'LIMIT', 0, 1000)
 for _, key in ipairs(gone) do
   local held = redis.call('HGET', KEYS[1], key)
@@ -154,4 +165,4 @@ for _, key in ipairs(gone) do
   redis.call('ZREM', KEYS[2], key)
 end
 return #gone
-"""
+""")

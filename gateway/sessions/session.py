@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from agentkv_serve.gateway.sessions.ledger import Ledger
 
@@ -52,7 +52,16 @@ class Session:
     spent: int = 0
     turns: int = 0
 
+    def copied(self) -> Session:
+        """A copy with a ledger of its own; turns never change, so both have the same ones."""
+        own = Session(*(getattr(self, name) for name in _FIELDS))
+        own.ledger = Ledger(dict(self.ledger.turns), self.ledger.head)
+        return own
+
     @property
     def scope(self) -> str:
         """The namespace of content lookups: sessions of other tenants or models are never candidates."""
         return f"{self.tenant}\x00{self.model}"
+
+
+_FIELDS = tuple(each.name for each in fields(Session))
