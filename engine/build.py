@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,11 +84,18 @@ def model_shape(runner: Any) -> tuple[ModelShape, dict[int, int]]:
     Raises:
         UnsupportedModelError: no attention layers, attention of differing shapes, or a kind that cannot be compressed.
     """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     layers.sort(key=lambda layer: layer.layer_id)
     name = type(runner.model).__name__
+    if runner.use_mla_backend:
+        raise UnsupportedModelError(f"{name} has multi-head latent attention (MLA): its KV cache has no KV heads")
+    if mambaish_config(runner.model_config) is not None:
+        raise UnsupportedModelError(f"{name} has state-space or linear-attention layers, whose state cannot be cut")
+    if runner.model_config.is_local_attention_model:
+        raise UnsupportedModelError(f"{name} has chunked local attention")
     if not layers:
         raise UnsupportedModelError(f"{name} has no attention layers whose KV could be compressed")
     first = layers[0]
@@ -95,6 +104,8 @@ def model_shape(runner: Any) -> tuple[ModelShape, dict[int, int]]:
             raise UnsupportedModelError(f"{name}: layer {layer.layer_id} is not causal self-attention")
         if layer.sliding_window_size not in (None, -1):
             raise UnsupportedModelError(f"{name}: layer {layer.layer_id} has sliding-window attention")
+        if layer.xai_temperature_len > 0:
+            raise UnsupportedModelError(f"{name}: layer {layer.layer_id} scales attention by the number of cached keys")
         if _heads(layer) != _heads(first):
             raise UnsupportedModelError(
                 f"{name}: layer {layer.layer_id} has (query heads, KV heads, head size, value size, scale) "
@@ -181,27 +192,21 @@ def build_cache(context: Any) -> Any:
     return runtime.tree
 
 
-def triton_backend(runner: Any) -> Any:
-    """Factory that stands in SGLang's registry under the name `triton`."""
-    if not enabled():
-        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-        return TritonAttnBackend(runner)
-    from agentkv_serve.engine.attention.triton import WindowTriton
-
-    return WindowTriton(runner, ensure_runtime(runner))
+BACKENDS = {
+    "torch_native": "agentkv_serve.engine.attention.torch_native.WindowTorchNative",
+    "triton": "agentkv_serve.engine.attention.triton.WindowTriton",
+    "flashinfer": "agentkv_serve.engine.attention.flashinfer.WindowFlashInfer",
+    "fa3": "agentkv_serve.engine.attention.fa3.WindowFlashAttention",
+}
+"""Our attention backends, under the names of those of SGLang's that they extend. Imported when one is built."""
 
 
-def torch_native_backend(runner: Any) -> Any:
-    """Factory that stands in SGLang's registry under the name `torch_native`."""
-    if not enabled():
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+def window_factory(backend: str, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The factory that stands in SGLang's registry in place of `stock`; without our cache it builds the same."""
 
-        return TorchNativeAttnBackend(runner)
-    from agentkv_serve.engine.attention.torch_native import WindowTorchNative
+    def create(runner: Any) -> Any:
+        if not enabled():
+            return stock(runner)
+        return pkgutil.resolve_name(backend)(runner, ensure_runtime(runner))
 
-    return WindowTorchNative(runner, ensure_runtime(runner))
-
-
-BACKENDS = {"torch_native": torch_native_backend, "triton": triton_backend}
-"""Our factories, under the names of SGLang's attention backends that can read a window."""
+    return create

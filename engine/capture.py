@@ -30,6 +30,7 @@ class CapturePlan:
     source: Tensor | None  # rows of the query tensor; None = all, in order
     slot: Tensor
     place: Tensor  # flat ring entry
+    zero: Tensor  # zeros: a session's rings of all phases share one axis
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ def plan_extend(slots: SessionSlots, pieces: list[ExtendPiece]) -> CapturePlan |
     capacity = slots.capacity[slot_t]
     place = ring_t * capacity + (slots.written[slot_t, ring_t] + rank_t) % capacity
     slots.written.index_put_((slot_t, ring_t), torch.ones_like(ring_t), accumulate=True)
-    return CapturePlan(source_t, slot_t, place)
+    return CapturePlan(source_t, slot_t, place, torch.zeros_like(place))
 
 
 def plan_decode(runtime: Runtime, rows: Tensor, input_ids: Tensor) -> CapturePlan:
@@ -95,7 +96,7 @@ def plan_decode(runtime: Runtime, rows: Tensor, input_ids: Tensor) -> CapturePla
     capacity = slots.capacity[slot]
     place = ring * capacity + slots.written[slot, ring] % capacity
     slots.written[slot, ring] = slots.written[slot, ring] + 1
-    return CapturePlan(None, slot, place)
+    return CapturePlan(None, slot, place, torch.zeros_like(place))
 
 
 def capture(runtime: Runtime, layer_id: int, queries: Tensor) -> None:
@@ -113,7 +114,7 @@ def capture(runtime: Runtime, layer_id: int, queries: Tensor) -> None:
         runtime.layer_index[layer_id],
         rows,
         plan.slot,
-        torch.zeros_like(plan.place),
+        plan.zero,
         plan.place,
         backend=runtime.backend,
     )

@@ -16,6 +16,7 @@ def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
     """Before a forward: binds new rows to session slots, and plans which prompt queries are captured."""
     runtime.plan = None
     runtime.force_window = False
+    runtime.starts = [runtime.start_of(req.kv) for req in batch.reqs or ()]
     pieces = []
     offset = 0
     for index, req in enumerate(batch.reqs or ()):

@@ -19,6 +19,7 @@ def register() -> None:
     selfcheck.require_version()
     for target, kind, hook in HOOKS:
         HookRegistry.register(target, hook, HookType(kind))
-    for name, factory in build.BACKENDS.items():
-        attention_registry.ATTENTION_BACKENDS[name] = factory
+    backends = attention_registry.ATTENTION_BACKENDS
+    for name, backend in build.BACKENDS.items():
+        backends[name] = build.window_factory(backend, stock=backends[name])
     register_radix_cache_backend(build.BACKEND_NAME, build.build_cache)

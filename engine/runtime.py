@@ -37,6 +37,7 @@ class Runtime:
     uncompressed_limit: int = 0  # longest prompt + 1 that fits without compression, as SGLang computed it
     deferred: list[Any] = field(default_factory=list)  # requests that wait for an aborted turn's end
     dumped: int = 0  # files written for tests
+    starts: list[int] = field(default_factory=list)  # window start of each request of the running forward
     force_window: bool = False  # the running forward takes the window path even if nothing is compressed
     arriving: Turn | None = None  # the turn whose request SGLang is creating right now
 
