@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import torch
-from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
@@ -35,6 +34,8 @@ def after_app_is_made(_: None, app: Any) -> None:
 
 async def kv_map(request: Request) -> Response:
     """The KV map of `?session=KEY`, over all layers or of `&layer=N` (its place among the attention layers)."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
     key, layer = request.query_params.get("session", ""), request.query_params.get("layer", str(ALL_LAYERS))
     if not key or not layer.removeprefix("-").isdecimal():
         return JSONResponse({"error": "kv_map needs ?session=KEY and takes &layer=NUMBER"}, 400)
@@ -49,6 +50,8 @@ def around_get_internal_state(original: Any, scheduler: Any, request: Any) -> An
     """Answers our question; every other one is SGLang's."""
     if not (request.rid or "").startswith(_QUESTION):
         return original(scheduler, request)
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
     layer, key = request.rid.removeprefix(_QUESTION).split(":", 1)
     return GetInternalStateReqOutput(internal_state=answer(runtime_module.current(), key, int(layer)))
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from agentkv_serve.gateway.edge import Edge, api_error, client_gone, http_error
 from agentkv_serve.gateway.errors import ApiError
-from agentkv_serve.gateway.routes import admin
+from agentkv_serve.gateway.routes import admin, ui_data
 from agentkv_serve.gateway.routes.chat import chat_completions
 from agentkv_serve.gateway.routes.completions import completions, embeddings
 from agentkv_serve.gateway.routes.health import healthz, metrics, openapi, readyz
@@ -21,6 +21,7 @@ from agentkv_serve.gateway.routes.messages import count_tokens, messages
 from agentkv_serve.gateway.routes.models import get_model, list_models
 from agentkv_serve.gateway.routes.responses import create_response, one_response
 from agentkv_serve.gateway.routes.sessions import list_sessions, one_session, release_session
+from agentkv_serve.gateway.routes.ui import page
 from agentkv_serve.gateway.runtime import Runtime
 from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.settings import Settings
@@ -54,6 +55,12 @@ def create_app(settings: Settings) -> Starlette:
         Route("/admin/workers/{worker_id}/undrain", admin.drain, methods=["POST"]),
         Route("/admin/workers/{worker_id}/sessions", admin.worker_sessions, methods=["GET"]),
         Route("/admin/config", admin.configuration, methods=["GET"]),
+        Route("/admin/fleet", ui_data.fleet_now, methods=["GET"]),
+        Route("/admin/events", ui_data.events, methods=["GET"]),
+        Route("/admin/sessions/{key}", ui_data.session_now, methods=["GET"]),
+        Route("/admin/sessions/{key}/texts", ui_data.session_texts, methods=["GET"]),
+        Route("/ui", page, methods=["GET"]),
+        Route("/ui/{file}", page, methods=["GET"]),
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/healthz", healthz, methods=["GET"]),

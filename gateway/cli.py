@@ -75,6 +75,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: not ready any more, and after the delay no new requests; second signal: at once."""
         if self._told or not self._delay:
+            self._stopping()
             super().handle_exit(sig, frame)
             return
         self._told = True
@@ -101,7 +102,8 @@ def serve(settings: Settings) -> None:
     )
 
     def stopping() -> None:
-        application.state.runtime.stopping = True
+        if hasattr(application.state, "runtime"):  # else the signal came before the start was done
+            application.state.runtime.stopping = True
 
     Server(config, settings.shutdown_delay, stopping).run()
 

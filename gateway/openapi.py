@@ -12,6 +12,7 @@ Json = dict[str, Any]
 _ERRORS = {
     "400": "A field or header is wrong; the message names it.",
     "401": "The API key is missing or unknown.",
+    "403": "The settings do not allow it.",
     "404": "No such model, session, response, worker or path.",
     "409": "Another turn of the session is running, or the thing exists already.",
     "413": "The body is too large.",
@@ -174,13 +175,31 @@ def _admin() -> Json:
             "parameters": worker,
             "get": plain("workerSessions", "The sessions that it holds."),
         },
+        "/admin/fleet": {"get": plain("fleet", "Workers and the sessions that they hold.")},
+        "/admin/events": {"get": plain("events", "The fleet, and one session, whenever they change (SSE).")},
+        "/admin/sessions/{key}": {
+            "parameters": [_path("key")],
+            "get": plain("sessionView", "What the cache holds of a session.", "400"),
+        },
+        "/admin/sessions/{key}/texts": {
+            "parameters": [_path("key")],
+            "get": plain("sessionTexts", "The text of its tokens, where the settings allow it.", "400", "403"),
+        },
         "/admin/config": {"get": plain("configuration", "The settings in force, without secrets.")},
     }
+
+
+def _page(name: str, summary: str) -> Json:
+    content = {kind: {"schema": {"type": "string"}} for kind in ("text/html", "text/css", "text/javascript")}
+    found = {"description": "Done.", "content": content}
+    return {"operationId": name, "summary": summary, "responses": {**_responses("404"), "200": found}}
 
 
 def _probes() -> Json:
     text = {"200": {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     return {
+        "/ui": {"get": _page("page", "The page.")},
+        "/ui/{file}": {"parameters": [_path("file")], "get": _page("pageFile", "A file of the page.")},
         "/healthz": {"get": {"operationId": "healthz", "summary": "The process is up.", "responses": _responses()}},
         "/readyz": {
             "get": {

@@ -20,7 +20,7 @@ from agentkv_serve.gateway.sessions.store import StoreDown
 from agentkv_serve.gateway.settings import WorkerSettings
 
 
-def _admitted(request: Request) -> Runtime:
+def admitted(request: Request) -> Runtime:
     """The runtime, for the holder of the admin key only; without a configured key the API does not exist."""
     runtime = runtime_of(request)
     key = runtime.settings.admin_key
@@ -35,7 +35,7 @@ def _admitted(request: Request) -> Runtime:
 
 async def workers(request: Request) -> Response:
     """All workers (GET), or one more (POST `{"url", "id"?, "key"?}`)."""
-    runtime = _admitted(request)
+    runtime = admitted(request)
     if request.method == "POST":
         body = await read_json(request, 1 << 16)
         try:
@@ -60,7 +60,7 @@ async def workers(request: Request) -> Response:
 
 async def one_worker(request: Request) -> Response:
     """One worker (GET), or its removal (DELETE): its sessions are rebuilt elsewhere at their next turn."""
-    runtime = _admitted(request)
+    runtime = admitted(request)
     worker = _worker(runtime, request)
     if request.method == "DELETE":
         with _shared(runtime):
@@ -71,7 +71,7 @@ async def one_worker(request: Request) -> Response:
 
 async def drain(request: Request) -> Response:
     """Give a worker no new sessions (`/drain`), or give it some again (`/undrain`)."""
-    runtime = _admitted(request)
+    runtime = admitted(request)
     worker = _worker(runtime, request)
     worker.draining = request.url.path.endswith("/drain")
     with _shared(runtime):
@@ -81,7 +81,7 @@ async def drain(request: Request) -> Response:
 
 async def worker_sessions(request: Request) -> Response:
     """The sessions of a worker, without ids that clients chose."""
-    runtime = _admitted(request)
+    runtime = admitted(request)
     worker = _worker(runtime, request)
     data = [
         {"key": s.key[:16], "tenant": s.tenant, "model": s.model, "turns": s.turns, "kv_tokens": s.kv_tokens}
@@ -92,7 +92,7 @@ async def worker_sessions(request: Request) -> Response:
 
 async def configuration(request: Request) -> Response:
     """The settings in force; secrets are masked."""
-    runtime = _admitted(request)
+    runtime = admitted(request)
     return Response(runtime.settings.model_dump_json().encode(), media_type="application/json")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ class Renderer:
         labels, state = automaton.run(automaton.initial[prompt.initial], ids)
         open_block = automaton.is_open(state)
         return Output(flatten_runs(runs_of(labels)), NOT_OPEN if open_block is None else int(open_block))
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token alone; a part of a character shows as U+FFFD."""
+        known = self._token_bytes
+        return [known[i].decode("utf-8", "replace") if i < len(known) else "" for i in ids]
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        return self._chat.vocabulary.token_bytes()
 
 
 def _prompt(rendered: Rendered) -> Prompt:

@@ -113,6 +113,11 @@ class EngineClient:
         """The worker's `/server_info`."""
         return dict(orjson.loads(await self._get(worker, "/server_info")))
 
+    async def kv_map(self, worker: Address, key: str, layer: int | None) -> dict[str, Any]:
+        """Which tokens of a session the worker holds: over all layers, or in one. Raises UpstreamError."""
+        query = f"?session={key}" + ("" if layer is None else f"&layer={layer}")
+        return dict(orjson.loads(await self._get(worker, f"/agentkv/kv_map{query}")))
+
     async def _get(self, worker: Address, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._settings.control, sock_connect=self._settings.connect)
         try:
