@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 # name -> (module that defines `app` (a typer.Typer), one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "model": ("agentkv_serve.model", "Fetch the default model into the cache folder, or check a given one."),
+    "calibrate": ("agentkv_serve.engine.calibrate", "Write a model's query statistics for the triattention policy."),
     "engine": ("agentkv_serve.engine.launch", "Start one SGLang worker with the AgentKV cache."),
     "gateway": ("agentkv_serve.gateway.cli", "Start the session gateway."),
     "up": ("agentkv_serve.up", "Start workers and gateway together."),

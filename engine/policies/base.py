@@ -183,6 +183,11 @@ class Policy(ABC):
         mask[max(0, window.count - max(last, LEAST_RECENT)) :] = True
         return mask
 
+    def _opening(self, window: Window, share: float) -> Tensor:
+        """[N] bool: the recent window, and the session's opening, but no more than `share` of the room beside it."""
+        room = int(share * (window.keep - max(self.recent, LEAST_RECENT)))
+        return self._edges(window, min(window.prompt(), room), self.recent)
+
     # The carrier of before: removed once the engine asks for `samplers` and `choose`.
     @property
     def rings(self) -> int:

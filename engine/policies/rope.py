@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INTERLEAVED = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "helium"})
+"""Model types of the Hugging Face library whose rotary pairs are neighbours (2f, 2f + 1)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -18,7 +21,7 @@ class Rope:
     attention_scaling: float = 1.0  # factor on rotated queries and keys (YaRN, LongRoPE)
 
     @classmethod
-    def from_config(cls, config: Any, *, interleaved: bool = False) -> Rope:
+    def from_config(cls, config: Any) -> Rope:
         """The rotation that a Hugging Face config describes, by the library's own initialisers.
 
         Raises:
@@ -27,6 +30,7 @@ class Rope:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         config = getattr(config, "text_config", None) or config
+        interleaved = getattr(config, "model_type", "") in INTERLEAVED
         parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if any(isinstance(value, dict) for value in parameters.values()):
@@ -54,6 +58,12 @@ class Rope:
             return vectors
         width = 2 * self.frequencies.numel()
         return torch.cat([vectors[..., 0:width:2], vectors[..., 1:width:2], vectors[..., width:]], -1)
+
+    def order(self, dim: int) -> Tensor:
+        """[D] for every dimension of the model's own pair order its place in the paired order."""
+        if not self.interleaved:
+            return torch.arange(dim, device=self.frequencies.device)
+        return self.paired(torch.arange(dim, device=self.frequencies.device)).argsort()
 
     def unrotate(self, vectors: Tensor, positions: Tensor) -> Tensor:
         """[..., T, D] fp32 vectors before the rotation, pairs at (f, f + F).
