@@ -1,0 +1,70 @@
+"""Budgets and policies of an evaluation, as written on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from agentkv_serve.engine.policies import Policy
+from agentkv_serve.evaluation.session import Arm
+
+PROTOCOL = 1
+"""Raised whenever the replay or a measure changes its meaning: older results are then computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A share of a trajectory's length, or a number of KV tokens per layer and KV head."""
+
+    text: str
+    share: float | None
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """`12.5%`, `0.125` (a share) or `512` (tokens).
+
+        Raises:
+            ValueError: none of these.
+        """
+        try:
+            if text.endswith("%"):
+                share = float(text[:-1]) / 100
+            elif float(text) < 1:
+                share = float(text)
+            else:
+                return cls(text, None, int(text))
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1:
+            raise ValueError(f"budget {text!r} is neither a share (12.5% or 0.125) nor a number of tokens (512)")
+        return cls(f"{share * 100:g}%", share, 0)
+
+    def of(self, length: int) -> int:
+        """KV tokens for a trajectory of `length` tokens."""
+        return self.tokens if self.share is None else int(self.share * length)
+
+
+def arms_of(policies: Iterable[tuple[str, Policy]], budgets: Iterable[Budget], length: int, say: str) -> list[Arm]:
+    """Every policy at every budget that is smaller than the trajectory; named `policy@budget`.
+
+    Raises:
+        ValueError: a budget below what a policy always keeps.
+    """
+    arms = []
+    for budget in budgets:
+        tokens = budget.of(length)
+        if tokens >= length:
+            continue
+        for name, policy in policies:
+            if tokens < policy.least_budget:
+                raise ValueError(f"{name} needs a budget of {policy.least_budget} tokens; {budget.text} is {tokens}")
+            arms.append(Arm(f"{name}@{budget.text}", policy, tokens, say))
+    return arms
+
+
+def fingerprint(arm: Arm, protocol: dict[str, object]) -> str:
+    """Hash of everything that an arm's numbers depend on beside the code: settings of the policy and of the replay."""
+    settings = (PROTOCOL, repr(arm.policy), arm.policy.name, arm.budget, arm.say_phase, sorted(protocol.items()))
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
