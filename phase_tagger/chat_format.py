@@ -14,6 +14,7 @@ from .families import get_family, with_tools
 from .families.detect import detect_family
 from .families.family import Family
 from .formats.chat import Conversation
+from .skeleton import Skeletons
 from .template import ChatTemplate, tools_reach_the_prompt
 from .vocabulary import Vocabulary
 
@@ -47,6 +48,7 @@ class ChatFormat:
         self.tools_template = tools_template
         self._tokens = dict(tokens or {})
         self._automata: dict[str, Automaton] = {}
+        self.skeletons = Skeletons()
 
     @classmethod
     def from_folder(

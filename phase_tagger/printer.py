@@ -87,6 +87,13 @@ class Printer:
         except RecursionError as error:
             raise TemplateError("arguments or tool schemas are nested too deeply to be printed") from error
 
+    def plain(self) -> str:
+        """The plain rendering alone. Raises `TemplateError`."""
+        try:
+            return self._plain()[0]
+        except RecursionError as error:
+            raise TemplateError("arguments or tool schemas are nested too deeply to be printed") from error
+
     def _print(self) -> Printed:
         plain, variant = self._plain()
         alphabet = choose_alphabet(plain)

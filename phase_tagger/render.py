@@ -18,6 +18,7 @@ from .formats.chat import Conversation, Dialect, JsonObject, Message, Segment, r
 from .labels import Label, Run, extend_runs, runs_of_array, shift_runs
 from .printer import Confidence, Printed, Printer
 from .regions import CharRuns, Regions
+from .skeleton import Window, shape_of
 from .template import TemplateError
 
 _LEDGER = -3  # message index of the assistant turn that the ledger holds already
@@ -107,7 +108,7 @@ def render_prompt(
         end = regions.spans[-1].end if regions.spans else end
     unknown = conversation.unknown_parts
     del conversation  # many small objects, not needed while the text is tokenised
-    return _finish(chat, printed, regions, (0, end), options, 0, unknown, bool(tools))
+    return _finish(chat, _window(printed, regions, 0, end, 0), options, 0, unknown, bool(tools))
 
 
 def render_appended(
@@ -131,24 +132,38 @@ def render_appended(
     """
     if not 0 < start <= len(messages) or messages[start - 1].get("role") not in ("assistant", "model"):
         raise AppendError(f"messages[{start - 1}] must be the assistant turn that the ledger ends with")
-    turn, *new = _read(chat, messages[start - 1 :], options, start - 1).messages
-    unknown = _read(chat, messages[start:], options).unknown_parts
+    read = _read(chat, messages[start - 1 :], options, start - 1)
+    turn, *new = read.messages
+    unknown = read.unknown_parts and _read(chat, messages[start:], options).unknown_parts
     leading = _read(chat, list(_leading(messages[: start - 1])), options).messages
-    question = Message(_QUESTION, "user", [Segment("go on", Label.INPUT, _QUESTION, "content")])
     own = chat.uses_own(tools, Conversation([turn, *new]))
+    plain = replace(options, constrained=False) == DEFAULT
+    shape = shape_of(leading, turn, new, tools, template_kwargs) if plain else None
     # Switches in the system text count for every turn. But templates that print the system text or the tools before
     # the last user message (class D) would print them again: the ledger has them already.
-    for head, shown in (([*leading, question], tools), ([question], None)):
-        short = Conversation([*head, _shortened(turn), *new])
-        family, printed = _print(chat, short, shown, template_kwargs, options, own)
-        regions = Regions(printed.text, printed.fields, family)
-        cut = _ledger_end(regions)
-        after = {f.segment.message for f in printed.fields if f.start >= cut}
-        if min(after - {_LEDGER}, default=start) >= start:
-            break
-    window = (cut, len(printed.text))
-    rendered = _finish(chat, printed, regions, window, options, offset, unknown, bool(tools), start)
-    return _join(chat, family, rendered, last_id, open_block, offset)
+    question = Message(_QUESTION, "user", [Segment("go on", Label.INPUT, _QUESTION, "content")])
+    heads = (([*leading, question], tools), ([question], None))
+
+    def printer(head: int) -> tuple[Family, Printer]:
+        past, shown = heads[head]
+        short = Conversation([*past, _shortened(turn), *new])
+        return _printer(chat, short, shown, template_kwargs, options, own)
+
+    known = chat.skeletons.get(shape)
+    window = known and known.fit(printer(known.head)[1].plain(), new)
+    if window is None:
+        for head in range(len(heads)):
+            family, full = printer(head)
+            printed = full.print()
+            regions = Regions(printed.text, printed.fields, family)
+            cut = _ledger_end(regions)
+            after = {f.segment.message for f in printed.fields if f.start >= cut}
+            if min(after - {_LEDGER}, default=start) >= start:
+                break
+        window = _window(printed, regions, cut, len(printed.text), start)
+        chat.skeletons.learn(shape, head, cut, window, new)
+    rendered = _finish(chat, window, options, offset, unknown, bool(tools))
+    return _join(chat, window.family, rendered, last_id, open_block, offset)
 
 
 def _leading(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -184,12 +199,23 @@ def _print(
     tools: Sequence[JsonObject] | None,
     arguments: Mapping[str, Any] | None,
     options: Options,
-    own: bool | None = None,
 ) -> tuple[Family, Printed]:
+    family, printer = _printer(chat, conversation, tools, arguments, options)
+    return family, printer.print()
+
+
+def _printer(
+    chat: ChatFormat,
+    conversation: Conversation,
+    tools: Sequence[JsonObject] | None,
+    arguments: Mapping[str, Any] | None,
+    options: Options,
+    own: bool | None = None,
+) -> tuple[Family, Printer]:
     appended = own is not None
     own = chat.uses_own(tools, conversation) if own is None else own
     template, family = chat.template_for(own)
-    printer = Printer(
+    return family, Printer(
         template,
         conversation,
         tools,
@@ -199,42 +225,47 @@ def _print(
         now=options.now,
         names_only=appended,
     )
-    return family, printer.print()
+
+
+def _window(printed: Printed, regions: Regions, begin: int, end: int, first: int) -> Window:
+    """The characters `[begin, end)` of a printed text with their labels; lets go of all that is as large as the text.
+    `first`: index of the first message that counts."""
+    if printed.confidence == "low":
+        regions.labels[:] = Label.INPUT
+    shown = [f for f in printed.fields if f.start >= begin and f.segment.part not in ("argument", "schema")]
+    window = Window(
+        printed.text[begin:end],
+        CharRuns.of(regions.labels[begin:end]),
+        [replace(f, start=f.start - begin, end=f.end - begin) for f in shown] if begin else shown,
+        regions.initial,
+        regions.family,
+        printed.confidence,
+        tuple(place for place in printed.dropped if place[0] >= first),
+    )
+    printed.text, printed.fields = "", []
+    regions.release()
+    return window
 
 
 def _finish(
-    chat: ChatFormat,
-    printed: Printed,
-    regions: Regions,
-    window: tuple[int, int],
-    options: Options,
-    offset: int,
-    unknown_parts: int,
-    calls: bool,
-    first: int = 0,
+    chat: ChatFormat, window: Window, options: Options, offset: int, unknown_parts: int, calls: bool
 ) -> Rendered:
-    """Tokenise the characters of the window and carry the labels over to the tokens."""
-    begin, end = window
-    if printed.confidence == "low":
-        regions.labels[:] = Label.INPUT
-    characters = CharRuns.of(regions.labels[begin:end])
-    shown = [f for f in printed.fields if f.start >= begin and f.segment.part not in ("argument", "schema")]
-    edges = np.array([(f.start - begin, f.end - begin) for f in shown], np.int64).reshape(-1)
-    text = printed.text[begin:end]
-    printed.text, printed.fields = "", []
-    regions.release()
-    tokens, runs, places = _tokenise(chat, text, characters, edges, offset)
+    """Tokenise a window and carry the labels over to the tokens."""
+    fields, family = window.fields, window.family
+    edges = np.array([(f.start, f.end) for f in fields], np.int64).reshape(-1)
+    text, window.text = window.text, ""
+    tokens, runs, places = _tokenise(chat, text, window.characters, edges, offset)
     del text  # from here on nothing as large as the text but the ids
-    initial = regions.initial
+    initial = window.initial
     if options.constrained and initial != "think":
         initial = "act"
-    elif initial == "start" and regions.family.bare_call and not calls:
+    elif initial == "start" and family.bare_call and not calls:
         initial = "say"  # without tools a leading brace is no call
     if options.continue_final:
         initial = {Label.THINK: "think", Label.ACT: "act"}.get(runs[-1][2], "say") if runs else "start"
     parts = tuple(
         Part(f.segment.message, f.segment.part, Label(f.segment.label or 0), offset + first, offset + last)
-        for f, (first, last) in zip(shown, places.reshape(-1, 2).tolist(), strict=True)
+        for f, (first, last) in zip(fields, places.reshape(-1, 2).tolist(), strict=True)
     )
     added = chat.vocabulary.is_added
     given = [part for part in parts if part.label in (Label.INPUT, Label.TOOL)]
@@ -242,9 +273,9 @@ def _finish(
         tokens,
         runs,
         initial,
-        regions.family.name,
-        printed.confidence,
-        tuple(place for place in printed.dropped if place[0] >= first),
+        family.name,
+        window.confidence,
+        window.dropped,
         unknown_parts,
         sum(int(added[tokens[part.start - offset : part.end - offset]].sum()) for part in given),
         parts,

@@ -118,8 +118,12 @@ class Vocabulary:
         if not piece.isascii():  # JSON may spell half a surrogate pair, which is no text
             piece = _HALF_PAIR.sub("\ufffd", piece)
         encoding = self.tokenizer.encode(piece, add_special_tokens=False)
-        place = encoding.token_to_chars  # one at a time: the list of all offsets is many times the text
-        starts = np.fromiter(((place(token) or (0, 0))[0] for token in range(len(encoding))), np.int32, len(encoding))
+        if len(encoding) <= PIECE:
+            starts = np.array(encoding.offsets, np.int32).reshape(-1, 2)[:, 0]
+        else:  # one at a time: the list of all offsets is many times the text
+            place = encoding.token_to_chars
+            every = range(len(encoding))
+            starts = np.fromiter(((place(token) or (0, 0))[0] for token in every), np.int32, len(encoding))
         return np.asarray(encoding.ids, np.int32), starts + np.int32(base)
 
 
