@@ -93,6 +93,7 @@ def serve(settings: Settings) -> None:
         port=settings.port,
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         loop="uvloop",
         http="httptools",
         ws="none",

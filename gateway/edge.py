@@ -60,8 +60,8 @@ class Edge:
         finally:
             metrics.inflight.dec()
             route = getattr(scope.get("endpoint"), "__name__", "unknown")
-            metrics.requests.labels(route, str(status)).inc()
-            metrics.duration.labels(route).observe(time.monotonic() - started)
+            metrics.of(metrics.requests, route, str(status)).inc()
+            metrics.of(metrics.duration, route).observe(time.monotonic() - started)
 
 
 async def api_error(request: Request, error: Exception) -> Response:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+Labelled = TypeVar("Labelled", Counter, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -12,6 +15,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self._children: dict[tuple[Any, ...], Any] = {}
         self.requests = Counter(
             "agentkv_requests_total", "Replies by route and status.", ["route", "status"], registry=registry
         )
@@ -90,6 +94,15 @@ class Metrics:
         self.resident = Gauge(
             "agentkv_session_kv_tokens", "KV tokens that sessions hold.", ["worker"], registry=registry
         )
+
+    def of(self, metric: Labelled, *labels: str) -> Labelled:
+        """The child of a metric for these labels, found without the metric's own lock and checks. Not for metrics that
+        are cleared."""
+        key = (metric, *labels)
+        child: Labelled | None = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
 
     def render(self) -> bytes:
         """The text exposition."""

@@ -116,7 +116,7 @@ class Runtime:
                 log.exception("checking the workers failed")
 
     def _store_called(self, seconds: float, well: bool) -> None:
-        self.metrics.store_seconds.labels("ok" if well else "failed").observe(seconds)
+        self.metrics.of(self.metrics.store_seconds, "ok" if well else "failed").observe(seconds)
 
     def _store_changed(self, down: bool) -> None:
         self.metrics.store_down.set(int(down))

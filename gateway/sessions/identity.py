@@ -114,9 +114,6 @@ class Keys:
         return salt
 
     def _mac(self, purpose: bytes, *parts: str) -> str:
-        mac = hmac.new(self._secret, purpose, "sha256")
-        for part in parts:
-            data = part.encode("utf-8", "surrogatepass")
-            mac.update(len(data).to_bytes(4, "big"))
-            mac.update(data)
-        return mac.hexdigest()
+        encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+        lengthened = [len(data).to_bytes(4, "big") + data for data in encoded]
+        return hmac.digest(self._secret, purpose + b"".join(lengthened), "sha256").hex()

@@ -125,17 +125,21 @@ def concatenate(turns: Sequence[Turn], ids: Sequence[int], runs: Sequence[int]) 
     relative to them. Adjacent runs of one label are merged."""
     whole: array[int] = array("i")
     flat: Runs = []
-    for part, labels in [*((t.ids, t.runs) for t in turns), (ids, runs)]:
-        extend_runs(flat, labels, len(whole))
-        whole.extend(part)
+    for turn in turns:
+        extend_runs(flat, turn.runs, len(whole))
+        whole.extend(turn.ids)
+    extend_runs(flat, runs, len(whole))
+    whole.extend(ids)
     return whole, flat
 
 
 def extend_runs(flat: Runs, runs: Sequence[int], base: int) -> None:
-    """Append flat `runs`, moved by `base`, merging equal neighbours. Mutates `flat`."""
-    for i in range(0, len(runs), 3):
-        start, end, label = runs[i] + base, runs[i + 1] + base, runs[i + 2]
-        if flat and flat[-1] == label and flat[-2] == start:
-            flat[-2] = end
+    """Append flat `runs`, moved by `base`, to those that they go on from, merging equal neighbours. Mutates `flat`."""
+    last = flat[-1] if flat else None
+    numbers = iter(runs)
+    for start, end, label in zip(numbers, numbers, numbers, strict=True):
+        if label == last:
+            flat[-2] = end + base
         else:
-            flat += (start, end, label)
+            flat += (start + base, end + base, label)
+            last = label

@@ -7,6 +7,7 @@ that makes another conversation. Text, roles, tool-call ids, names and argument 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, takewhile
 from typing import Any
 
 import orjson
@@ -65,25 +66,31 @@ def message_digest(message: Message) -> bytes:
     return digest(role.encode(), body.strip(), canonical(legacy) if legacy else b"", *calls)
 
 
+def chain_and_head(
+    messages: Sequence[Message], tools: Any, template_kwargs: Mapping[str, Any]
+) -> tuple[list[bytes], tuple[bytes, bytes]]:
+    """`chain` and `head_digests` of one request."""
+    digests = [message_digest(message) for message in messages]
+    written = canonical(tools or [])
+    lead = len(list(takewhile(_leads, messages)))
+    head = digest(b"system", *digests[:lead]), digest(b"tools", written)
+    state = digest(b"agentkv-1", written, canonical(dict(template_kwargs)))
+    return list(accumulate(digests, digest, initial=state)), head
+
+
 def head_digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, bytes]:
     """Digests of the leading system (or developer) messages and of the tools: what makes two requests the
     same agent even when the history between them was rewritten."""
-    lead = []
-    for message in messages:
-        if message.get("role") not in ("system", "developer"):
-            break
-        lead.append(message_digest(message))
-    return digest(b"system", *lead), digest(b"tools", canonical(tools or []))
+    return chain_and_head(messages, tools, {})[1]
 
 
 def chain(messages: Sequence[Message], tools: Any, template_kwargs: Mapping[str, Any]) -> list[bytes]:
     """Chained digests: entry i stands for the tools, the template arguments and messages[:i]."""
-    state = digest(b"agentkv-1", canonical(tools or []), canonical(dict(template_kwargs)))
-    links = [state]
-    for message in messages:
-        state = digest(state, message_digest(message))
-        links.append(state)
-    return links
+    return chain_and_head(messages, tools, template_kwargs)[0]
+
+
+def _leads(message: Message) -> bool:
+    return message.get("role") in ("system", "developer")
 
 
 def _arguments(value: Any) -> bytes:

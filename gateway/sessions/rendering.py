@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,7 @@ class PromptError(ValueError):
 class Prompt:
     """New tokens of a request: `ids`, their flat `runs` from 0, and how the reply to them is to be labelled."""
 
-    ids: list[int]
+    ids: array[int]
     runs: Runs
     family: str
     initial: str
@@ -115,4 +116,4 @@ class Renderer:
 
 
 def _prompt(rendered: Rendered) -> Prompt:
-    return Prompt(rendered.ids, flatten_runs(rendered.runs), rendered.family, rendered.initial)
+    return Prompt(array("i", rendered.tokens.tobytes()), flatten_runs(rendered.runs), rendered.family, rendered.initial)

@@ -35,7 +35,8 @@ class Departure:
     ) -> None:
         if self._watcher:
             self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+            if self.gone:
+                await asyncio.gather(self._watcher, return_exceptions=True)
 
     def then(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """What to do when the client leaves from now on."""

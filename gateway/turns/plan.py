@@ -121,8 +121,8 @@ class Planner:
             plan.why_stateless = "no_session_id"
             return plan
 
-        plan.links = tuple(meaning.chain(request.messages, request.tools, request.template_kwargs))
-        plan.head = head = Head(*meaning.head_digests(request.messages, request.tools))
+        links, digests = meaning.chain_and_head(request.messages, request.tools, request.template_kwargs)
+        plan.links, plan.head = tuple(links), (head := Head(*digests))
         if named:
             await self._claim_named(plan, named, head)
         else:

@@ -44,12 +44,12 @@ def ledger_entry(renderer: Renderer, plan: Plan, facts: Facts, assembly: Assembl
 
 def count(metrics: Metrics, plan: Plan, facts: Facts, state: str, reason: str | None) -> None:
     """Count a committed turn."""
-    metrics.turns.labels(state, reason or "").inc()
+    metrics.of(metrics.turns, state, reason or "").inc()
     metrics.budgets.observe(plan.budget or float("inf"))
     metrics.held.observe(facts.held)
-    metrics.tokens.labels("prompt").inc(plan.prompt_tokens)
-    metrics.tokens.labels("prefilled").inc(facts.prefill)
-    metrics.tokens.labels("generated").inc(len(facts.output_ids or ()))
+    metrics.of(metrics.tokens, "prompt").inc(plan.prompt_tokens)
+    metrics.of(metrics.tokens, "prefilled").inc(facts.prefill)
+    metrics.of(metrics.tokens, "generated").inc(len(facts.output_ids or ()))
 
 
 def tell(
