@@ -37,6 +37,7 @@ def attention_mass(
     pool: int = 7,
     values: torch.Tensor | None = None,
     value_power: float = 1.0,
+    weights: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Scores fp32 `[Hkv, N]` of one layer. Arguments as in `attention_mass_layers`, without the layer
@@ -51,6 +52,7 @@ def attention_mass(
         pool=pool,
         v_buffers=None if values is None else [values],
         value_power=value_power,
+        weights=weights,
         backend=backend,
     )[0]
 
@@ -66,6 +68,7 @@ def attention_mass_layers(
     pool: int = 7,
     v_buffers: Sequence[torch.Tensor] | None = None,
     value_power: float = 1.0,
+    weights: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Scores fp32 `[L, Hkv, N]` of all layers; higher = keep. Mutates nothing.
@@ -74,8 +77,8 @@ def attention_mass_layers(
     the query, its content may be anything; k_buffers, v_buffers: one paged pool `[S, Hkv, D]` per layer;
     slots: int64 `[N]`, the window's slots in token order. scale: the softmax scale, 1/sqrt(D) for most
     models. group_max=False averages the softmaxes of the group's heads instead of taking the group's maximum
-    before the softmax. pool: odd width of the max-pool, 0 or 1 = none. Without any valid query all scores are
-    0.
+    before the softmax. pool: odd width of the max-pool, 0 or 1 = none. weights: fp32 `[U]`, a weighted sum over the
+    valid queries instead of their mean. Without any valid query all scores are 0.
 
     Raises `ValueError` for shapes that do not fit each other, with both numbers.
     """
@@ -90,6 +93,8 @@ def attention_mass_layers(
         raise ValueError(f"queries have {queries.shape[0]} layers, k_buffers {len(k_buffers)}")
     if valid.dtype != torch.bool or valid.shape != queries.shape[1:2]:
         raise ValueError(f"valid must be bool [{queries.shape[1]}], got {valid.dtype} {tuple(valid.shape)}")
+    if weights is not None and (weights.dtype != torch.float32 or weights.shape != valid.shape):
+        raise ValueError(f"weights must be float32 [{valid.numel()}], got {weights.dtype} {tuple(weights.shape)}")
     if pool > 1 and pool % 2 == 0:
         raise ValueError(f"pool must be odd (or 0 for none), got {pool}")
     if value_power < 0:
@@ -110,4 +115,4 @@ def attention_mass_layers(
         run = kernel.attention_mass_layers
     else:
         run = reference.attention_mass_layers
-    return run(queries, valid, k_buffers, slots, scale, group_max, pool, v_buffers, value_power)
+    return run(queries, valid, k_buffers, slots, scale, group_max, pool, v_buffers, value_power, weights)

@@ -163,6 +163,7 @@ def attention_mass_layers(
     pool: int,
     v_buffers: Sequence[torch.Tensor] | None,
     value_power: float,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `agentkv_serve.kernels.score.attention_mass_layers`. Scratch memory: the denominators, 4 U bytes
     per run."""
@@ -173,7 +174,7 @@ def attention_mass_layers(
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     q_layer, q_row, q_head, _ = queries.stride()
-    mean = valid / valid.sum().clamp(min=1)
+    mean = valid / valid.sum().clamp(min=1) if weights is None else weights * valid
     if group_max:
         q_kv, width = q_head * group, triton.next_power_of_2(group)
     else:  # a group's heads are queries of their own: [L, U, Hkv, G, D] -> [L, Hkv, U * G, D]

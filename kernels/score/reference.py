@@ -22,14 +22,16 @@ def attention_mass_layers(
     pool: int,
     v_buffers: Sequence[torch.Tensor] | None,
     value_power: float,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `agentkv_serve.kernels.score.attention_mass_layers`. Reads only the window's rows of the pools."""
     count, hkv = slots.numel(), k_buffers[0].shape[1]
     queries = queries[:, valid]
+    weights = None if weights is None else weights[valid]
     mass = torch.zeros(len(k_buffers), hkv, count, device=slots.device)
     if queries.shape[1]:
         for layer, keys in enumerate(k_buffers):
-            _mass(queries[layer], keys.index_select(0, slots).float(), scale, group_max, mass[layer])
+            _mass(queries[layer], keys.index_select(0, slots).float(), scale, group_max, weights, mass[layer])
     if pool > 1:
         mass = max_pool1d(mass, pool, stride=1, padding=pool // 2)
     if v_buffers is not None:
@@ -38,17 +40,33 @@ def attention_mass_layers(
     return mass
 
 
-def _mass(queries: torch.Tensor, keys: torch.Tensor, scale: float, group_max: bool, out: torch.Tensor) -> None:
-    """Write the mean softmax of `queries` [U, Hq, D] over `keys` [N, Hkv, D] to `out` [Hkv, N]."""
+def _mass(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    group_max: bool,
+    weights: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Write the mean (or sum by `weights` [U]) softmax of `queries` [U, Hq, D] over `keys` [N, Hkv, D] to `out`
+    [Hkv, N]."""
     number, hq, dim = queries.shape
     count, hkv, _ = keys.shape
     group = hq // hkv
     grouped = (queries.float() * scale).view(number, hkv, group, dim)
     step = max(1, _PAIRS // (group * count))
     for head in range(hkv):
-        for part in torch.split(grouped[:, head], step):
+        for first in range(0, number, step):
+            part = grouped[first : first + step, head]
             logits = torch.mm(part.reshape(-1, dim), keys[:, head].t())
             if group_max:
                 logits = logits.view(-1, group, count).amax(1)
-            out[head] += logits.softmax(-1).sum(0)
-    out /= number if group_max else number * group
+            mass = logits.softmax(-1)
+            if weights is None:
+                out[head] += mass.sum(0)
+            else:
+                out[head] += weights[first : first + step].repeat_interleave(len(mass) // len(part)) @ mass
+    if weights is None:
+        out /= number if group_max else number * group
+    elif not group_max:
+        out /= group

@@ -101,6 +101,26 @@ def test_score_switches(group_max, pool, power, device, fresh, paged, close, bac
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("group_max", [True, False])
+def test_weighted_score_is_the_weighted_sum_of_each_query_s_score(group_max, device, fresh, paged, close, backend):
+    slots = paged(130, 16)
+    keys, values = (torch.randn(int(slots.max()) + 1, 2, 64, generator=fresh, device=device) for _ in range(2))
+    queries = torch.randn(37, 6, 64, generator=fresh, device=device)
+    valid = torch.rand(37, generator=fresh, device=device) < 0.7
+    weights = torch.rand(37, generator=fresh, device=device)
+    got = attention_mass(
+        queries, valid, keys, slots, scale=0.3, group_max=group_max, pool=7, values=values, weights=weights,
+        backend=backend,
+    )  # fmt: skip
+    alone = lambda u: oracle(queries[u : u + 1], valid[u : u + 1], keys[slots], 0.3, group_max, 0, None, None)  # noqa: E731
+    mass = sum(float(weights[u]) * alone(u) for u in range(37) if valid[u])
+    pooled = torch.nn.functional.max_pool1d(mass, 7, 1, 3)
+    close(got, pooled * values[slots].double().cpu().norm(dim=-1).T, 2e-5)
+    with pytest.raises(ValueError, match=r"weights must be float32 \[37\]"):
+        attention_mass(queries, valid, keys, slots, scale=0.3, weights=weights[:5])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_score_of_layers_is_the_score_of_each(device, fresh, paged, close, backend):
     layers, number, hkv, dim = 3, 20, 2, 64
     slots = paged(200, 16)
