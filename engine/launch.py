@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from agentkv_serve import joining
 from agentkv_serve.engine import selfcheck
 from agentkv_serve.engine.config import ENVIRONMENT, EngineConfig
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED
@@ -92,6 +94,12 @@ def engine(
         typer.Option(help="Overlap scheduling: the scheduler works while a forward runs. [default: on a GPU]"),
     ] = None,
     agentkv_idle_seconds: Annotated[float, typer.Option(help="Release a session's state after this time.")] = 3600.0,
+    agentkv_register: Annotated[
+        list[str] | None, typer.Option(help="URL of a gateway to register at; repeat for several.")
+    ] = None,
+    agentkv_url: Annotated[
+        str | None, typer.Option(help="Where gateways reach this worker. [default: http://HOSTNAME:PORT]")
+    ] = None,
 ) -> None:
     """Start one SGLang worker with the AgentKV cache. All further flags are SGLang's own."""
     selfcheck.require_version()
@@ -112,7 +120,25 @@ def engine(
     command = server_command(context.args, model_path, port, host, cpu=cpu, overlap=agentkv_overlap)
     os.environ[ENVIRONMENT] = config.dump()
     typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[4:])}", err=True)
+    if agentkv_register:
+        announce(agentkv_register, agentkv_url or joining.default_url(port), port)
     os.execv(command[0], command)
+
+
+def announce(gateways: list[str], url: str, port: int) -> None:
+    """Starts the process that registers this worker. It ends with this process, which becomes the server.
+
+    Raises:
+        typer.BadParameter: there is no join token.
+    """
+    if not joining.read_token():
+        raise typer.BadParameter(
+            f"--agentkv-register needs the gateways' join token in {joining.TOKEN_VARIABLE}, or in the file that "
+            f"{joining.TOKEN_VARIABLE}_FILE names"
+        )
+    command = [sys.executable, "-P", "-m", "agentkv_serve.joining", "--url", url, "--parent", str(os.getpid())]
+    command += ["--health", f"http://127.0.0.1:{port}/health"]
+    subprocess.Popen([*command, *(word for gateway in gateways for word in ("--gateway", gateway))])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from agentkv_serve.gateway.routes import admin, ui_data
 from agentkv_serve.gateway.routes.chat import chat_completions
 from agentkv_serve.gateway.routes.completions import completions, embeddings
 from agentkv_serve.gateway.routes.health import healthz, metrics, openapi, readyz
+from agentkv_serve.gateway.routes.joining import register
 from agentkv_serve.gateway.routes.messages import count_tokens, messages
 from agentkv_serve.gateway.routes.models import get_model, list_models
 from agentkv_serve.gateway.routes.responses import create_response, one_response
@@ -49,6 +50,7 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/agentkv/sessions", list_sessions, methods=["GET"]),
         Route("/v1/agentkv/sessions/{session_id:path}/release", release_session, methods=["POST"]),
         Route("/v1/agentkv/sessions/{session_id:path}", one_session, methods=["GET", "DELETE"]),
+        Route("/internal/workers/register", register, methods=["POST"]),
         Route("/admin/workers", admin.workers, methods=["GET", "POST"]),
         Route("/admin/workers/{worker_id}", admin.one_worker, methods=["GET", "DELETE"]),
         Route("/admin/workers/{worker_id}/drain", admin.drain, methods=["POST"]),

@@ -198,6 +198,14 @@ def _page(name: str, summary: str) -> Json:
 def _probes() -> Json:
     text = {"200": {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     return {
+        "/internal/workers/register": {
+            "post": {
+                "operationId": "register",
+                "summary": "A worker says that it is there, signed with the join token.",
+                "parameters": [{"name": "X-AgentKV-Signature", "in": "header", "schema": {"type": "string"}}],
+                "responses": _responses("400", "401", "404", "413", "503"),
+            }
+        },
         "/ui": {"get": _page("page", "The page.")},
         "/ui/{file}": {"parameters": [_path("file")], "get": _page("pageFile", "A file of the page.")},
         "/healthz": {"get": {"operationId": "healthz", "summary": "The process is up.", "responses": _responses()}},

@@ -27,6 +27,7 @@ from agentkv_serve.gateway.telemetry import Tracing
 from agentkv_serve.gateway.turns.plan import Planner
 from agentkv_serve.gateway.turns.services import Services
 from agentkv_serve.gateway.upstream.client import EngineClient
+from agentkv_serve.joining import FORGET_AFTER
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Runtime:
             return
         added = self._added[worker.id]
         entry = {"url": worker.url, "key": added.key and added.key.get_secret_value(), "draining": worker.draining}
+        entry["announced"] = worker.announced
         await self.store.set_worker(worker.id, dumps(entry))
 
     async def remove_worker(self, worker: Worker) -> None:
@@ -94,15 +96,23 @@ class Runtime:
     async def _check_workers(self) -> None:
         shared = await self.store.workers()
         if shared is not None:
+            workers: dict[str, Worker] = {}
             for name, entry in shared.items():
                 value = orjson.loads(entry)
                 self._added[name] = WorkerSettings(url=value["url"], id=name, key=value["key"])
-            workers = {}
-            for name, entry in shared.items():
-                workers[name] = self.worker_of(self._added[name])
-                workers[name].shared, workers[name].draining = True, orjson.loads(entry)["draining"]
+                workers[name] = worker = self.worker_of(self._added[name])
+                worker.shared, worker.draining = True, value["draining"]
+                worker.announced = value.get("announced", 0.0)
             self.registry.adopt(workers)
         await self.registry.check()
+        await self._forget_the_silent()
+
+    async def _forget_the_silent(self) -> None:
+        """Workers that registered themselves, are not healthy and were not heard of for long are gone."""
+        horizon = time.time() - FORGET_AFTER
+        for worker in [w for w in self.registry if w.announced and w.announced < horizon and not w.healthy]:
+            log.warning("worker %s is forgotten: it is down and does not register any more", worker.id)
+            await self.remove_worker(worker)
 
     async def _watch_workers(self) -> None:
         interval = self.settings.routing.health_interval

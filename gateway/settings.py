@@ -200,6 +200,7 @@ class Settings(BaseSettings):
     worker_key: SecretStr | None = None
     api_key: SecretStr | None = None
     admin_key: SecretStr | None = None
+    join_token: Annotated[SecretStr, Field(min_length=16)] | None = None
     api_keys: tuple[KeySettings, ...] = ()
     tenants: dict[str, TenantSettings] = {}
     secret: Annotated[SecretStr, Field(min_length=16)] | None = None

@@ -60,6 +60,7 @@ class Registry:
                 self.add(worker)
             elif known.shared:
                 known.draining = worker.draining
+                known.announced = max(known.announced, worker.announced)
 
     async def check(self) -> None:
         """Check every worker once."""

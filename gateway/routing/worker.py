@@ -17,7 +17,8 @@ class Worker:
     """A worker's address, health and load. `instance` names the running process: it changes with a restart.
 
     `reserved` counts KV tokens of turns that were dispatched but not yet committed, so that a burst of new
-    sessions does not see the same worker as empty. `shared` workers came by the admin API of some gateway process.
+    sessions does not see the same worker as empty. `shared` workers came by the admin API of some gateway process, or
+    registered themselves: `announced` is the time of their newest message.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Worker:
     healthy: bool = False
     draining: bool = False
     shared: bool = False
+    announced: float = 0.0
     failures: int = 0
     inflight: int = 0
     reserved: int = 0

@@ -66,7 +66,7 @@ $("key").addEventListener("submit", (event) => {
 });
 $("forget").addEventListener("click", () => {
   key.forget();
-  show();
+  location.replace(location.pathname); // nothing that was shown stays in the document
 });
 addEventListener("hashchange", show);
 addEventListener("pagehide", () => stream.abort());
