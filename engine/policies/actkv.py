@@ -28,7 +28,6 @@ class ActKV(Policy):
     """
 
     name: ClassVar[str] = "actkv"
-    carries: ClassVar[bool] = True
 
     sinks: int = 0
     recent: int = 32
@@ -37,6 +36,10 @@ class ActKV(Policy):
     top_p: float = 0.9
     action_queries: int = 32
     other_queries: int = 8
+
+    @property
+    def carries(self) -> bool:
+        return True
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:
@@ -50,7 +53,7 @@ class ActKV(Policy):
         assert window.query_positions is not None
         rings = self.query_rings(window)
         actions = (rings == 1) & window.valid
-        fresh = actions & (window.query_positions >= window.since)
+        fresh = actions & (window.query_positions.to(window.device) >= window.since)
         attention = received_attention(window, mean_weights(fresh))
         noted = torch.zeros_like(attention) if window.carry is None else window.carry
         noted = torch.where(fresh.any(), 2.0**-self.decay * noted + _hits(attention, self.top_p), noted)

@@ -21,6 +21,7 @@ def received_attention(window: Window, weights: Tensor) -> Tensor:
         weights: [R] fp32, 0 = leave the query out.
     """
     assert window.query_positions is not None
+    where = window.query_positions.to(window.device)
     layers, kv_heads, count = window.positions.shape
     received = torch.zeros(layers, kv_heads, count, device=window.device)
     used = (weights > 0).nonzero()[:, 0]
@@ -34,7 +35,7 @@ def received_attention(window: Window, weights: Tensor) -> Tensor:
             queries = window.queries[layer, part].float() * window.scale
             grouped = queries.view(len(part), kv_heads, group, -1).permute(1, 0, 2, 3)  # [Hkv, U, G, D]
             logits = (grouped.flatten(1, 2) @ keys).view(kv_heads, len(part), group, count)
-            later = window.positions[layer][:, None] > window.query_positions[part][None, :, None]  # [Hkv, U, N]
+            later = window.positions[layer][:, None] > where[part][None, :, None]  # [Hkv, U, N]
             attention = logits.masked_fill(later[:, :, None], -torch.inf).softmax(-1)
             # A query older than every entry that is left saw none of them.
             attention = attention.nan_to_num(nan=0.0).mean(2)

@@ -58,6 +58,7 @@ class Window:
     valid: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))  # [R] which entries hold a query
     backend: Backend = "torch"  # kernels to use
     keep: int = 0  # entries to keep per layer and KV head
+    # Known on the host: policies look at them there, so CPU tensors spare a wait for the device.
     query_positions: Tensor | None = None  # [R] int64 position of the token of each ring entry, -1 = empty
     labels: Tensor | None = None  # [length] int8 fine label of every token of the session
     carry: Tensor | None = None  # [L, Hkv, N] fp32 what the policy noted of each entry, 0 for new ones
@@ -67,7 +68,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if not self.valid.numel() and self.query_positions is not None:
-            object.__setattr__(self, "valid", self.query_positions >= 0)
+            object.__setattr__(self, "valid", (self.query_positions >= 0).to(self.slots.device))
 
     @property
     def count(self) -> int:
@@ -81,7 +82,7 @@ class Window:
     def entry_labels(self) -> Tensor:
         """[L, Hkv, N] int8 fine label of each candidate."""
         assert self.labels is not None
-        return self.labels[self.positions.to(torch.int64)]
+        return self.labels.to(self.device)[self.positions.to(torch.int64)]
 
     def prompt(self) -> int:
         """Tokens of the session's opening (system message, tools, first user message)."""
@@ -114,8 +115,6 @@ class Policy(ABC):
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = True
-    carries: ClassVar[bool] = False
-    """Notes a number of every entry from one compaction to the next."""
     needs_rope: ClassVar[bool] = False
     """Reads `Window.rope`."""
     needs_statistics: ClassVar[bool] = False
@@ -144,6 +143,11 @@ class Policy(ABC):
             Label.GLUE: Phase.OTHERS,
         }
         return tuple(int(table[label]) for label in Label)
+
+    @property
+    def carries(self) -> bool:
+        """Whether it notes a number of every entry from one compaction to the next."""
+        return False
 
     @property
     def ring_queries(self) -> int:

@@ -61,7 +61,7 @@ class ExpectedAttention(Policy):
         if rope is None or window.query_positions is None:
             raise ValueError("expected_attention needs the model's RoPE: give the window a Rope")
         held = window.valid.nonzero()[:, 0]
-        queries = rope.unrotate(window.queries[:, held].transpose(1, 2), window.query_positions[held])
+        queries = rope.unrotate(window.queries[:, held].transpose(1, 2), window.query_positions.to(window.device)[held])
         mean = queries.mean(2)
         centred = queries - mean[:, :, None]
         covariance = centred.transpose(2, 3) @ centred / max(1, len(held))

@@ -23,12 +23,15 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
-    carries: ClassVar[bool] = True
 
     sinks: int = 0
     recent: int = LEAST_RECENT
     recent_share: float = 0.5
     queries: int = 128
+
+    @property
+    def carries(self) -> bool:
+        return True
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:
@@ -39,7 +42,9 @@ class H2O(Policy):
 
     def score(self, window: Window) -> Scores:
         assert window.query_positions is not None
-        fresh = window.query_positions >= window.since  # older ones were counted by the compaction before
+        fresh = (
+            window.query_positions.to(window.device) >= window.since
+        )  # older ones were counted by the compaction before
         total = received_attention(window, (fresh & window.valid).to(torch.float32))
         if window.carry is not None:
             total += window.carry

@@ -6,6 +6,7 @@ from typing import Any
 
 from agentkv_serve.engine.policies.actkv import ActKV
 from agentkv_serve.engine.policies.agentkv import AgentKV, AgentKVPaper, Recent
+from agentkv_serve.engine.policies.agentkv_plus import AgentKVPlus
 from agentkv_serve.engine.policies.base import Policy
 from agentkv_serve.engine.policies.expected_attention import ExpectedAttention
 from agentkv_serve.engine.policies.full import Full
@@ -31,6 +32,7 @@ _POLICIES: dict[str, type[Policy]] = {
         ExpectedAttention,
         Random,
         ActKV,
+        AgentKVPlus,
     )
 }
 
