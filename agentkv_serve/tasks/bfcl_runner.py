@@ -1,0 +1,218 @@
+"""Runs tasks of the Berkeley Function-Calling Leaderboard by its own package, one gateway session per task.
+
+A program of the benchmark's own environment: it is run as a file there, and imports nothing of ours. Its argument is a
+JSON file:
+
+    {"base_url": …, "key": …, "model": …, "out": folder, "categories": […], "limit": tasks per category or null,
+     "max_tokens": per call or null, "task_seconds": …, "parallel": …,
+     "settings": [{"name": …, "policy": …, "budget": number or "full"}]}
+
+Per setting it writes `out/NAME.json` (every task's outcome) and, as they happen, `out/NAME.turns.jsonl`. What is done
+already is not done again: the package keeps its results under `out/result`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SPEC: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) == 2 else {}
+OUT = Path(SPEC.get("out", "."))
+# Read by the package and by the OpenAI client when they are imported.
+os.environ |= {
+    "BFCL_PROJECT_ROOT": str(OUT),
+    "OPENAI_BASE_URL": f"{SPEC.get('base_url', '')}/v1",
+    "OPENAI_API_KEY": SPEC.get("key") or "any",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+from bfcl_eval import _llm_response_generation as generation  # type: ignore[import-not-found]  # noqa: E402
+from bfcl_eval.constants.category_mapping import VERSION_PREFIX  # type: ignore[import-not-found]  # noqa: E402
+from bfcl_eval.constants.model_config import (  # type: ignore[import-not-found]  # noqa: E402
+    MODEL_CONFIG_MAPPING,
+    ModelConfig,
+)
+from bfcl_eval.eval_checker import eval_runner  # type: ignore[import-not-found]  # noqa: E402
+from bfcl_eval.model_handler.api_inference.openai_completion import (  # type: ignore[import-not-found]  # noqa: E402
+    OpenAICompletionsHandler,
+)
+from bfcl_eval.utils import load_dataset_entry, parse_test_category_argument  # type: ignore[import-not-found]  # noqa: E402
+
+OVERTIME = "the task ran out of its time"
+_lock = threading.Lock()
+
+
+class GatewayHandler(OpenAICompletionsHandler):  # type: ignore[misc]
+    """The package's own function-calling client; it only says which session a call belongs to, and caps it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.client = self.client.with_options(max_retries=0)  # a second try would hide an error
+        self.setting = next(s for s in SPEC["settings"] if registry_name(s) == self.registry_name)
+
+    def inference(self, test_entry: dict[str, Any], *args: Any) -> Any:
+        """One task, in a session of its own that is released afterwards."""
+        try:
+            return super().inference(test_entry, *args)
+        finally:
+            release(session_of(self.setting, test_entry["id"]))
+
+    def _pre_query_processing_FC(self, inference_data: dict[str, Any], test_entry: dict[str, Any]) -> dict[str, Any]:
+        data: dict[str, Any] = super()._pre_query_processing_FC(inference_data, test_entry)
+        return data | {"task": test_entry["id"], "deadline": time.monotonic() + SPEC["task_seconds"]}
+
+    def _query_FC(self, inference_data: dict[str, Any]) -> Any:
+        left = inference_data["deadline"] - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(OVERTIME)
+        task = inference_data["task"]
+        headers = {"x-agentkv-session": session_of(self.setting, task)}
+        headers |= {"x-agentkv-budget": str(self.setting["budget"]), "x-agentkv-policy": self.setting["policy"]}
+        call: dict[str, Any] = {"messages": inference_data["message"], "model": self.model_name}
+        call |= {"temperature": self.temperature, "extra_headers": headers, "timeout": left}
+        call |= {"tools": inference_data["tools"]} if inference_data["tools"] else {}
+        call |= {"max_tokens": SPEC["max_tokens"]} if SPEC["max_tokens"] else {}
+        inference_data["inference_input_log"] = {"message": repr(call["messages"]), "tools": inference_data["tools"]}
+        began = time.monotonic()
+        try:
+            reply = self.client.chat.completions.create(**call)
+        except Exception:
+            if time.monotonic() >= inference_data["deadline"]:
+                raise TimeoutError(OVERTIME) from None
+            raise
+        seconds = time.monotonic() - began
+        usage = reply.usage.model_dump()
+        note = {"task": task, "seconds": round(seconds, 3), "finish": reply.choices[0].finish_reason}
+        note |= {"calls": len(reply.choices[0].message.tool_calls or ())}
+        note |= {"completion_tokens": usage["completion_tokens"], **(usage.get("agentkv") or {})}
+        with _lock, (OUT / f"{self.setting['name']}.turns.jsonl").open("a") as lines:
+            lines.write(json.dumps(note) + "\n")
+        return reply, seconds
+
+
+def registry_name(setting: dict[str, Any]) -> str:
+    """The package's name of a setting; it takes an underscore for a slash."""
+    return f"agentkv-serve-{setting['name']}".replace("_", "-")
+
+
+def session_of(setting: dict[str, Any], task: str) -> str:
+    """The session id of a task."""
+    return f"bfcl.{setting['name']}.{task}"
+
+
+def release(session: str) -> None:
+    """Tells the gateway that the session is over; one that never began is none of its."""
+    path = urllib.parse.quote(session, safe="")
+    request = urllib.request.Request(
+        f"{SPEC['base_url']}/v1/agentkv/sessions/{path}",
+        method="DELETE",
+        headers={"authorization": f"Bearer {SPEC.get('key') or 'any'}"},
+    )
+    try:
+        urllib.request.urlopen(request, timeout=30).close()
+    except urllib.error.HTTPError as error:
+        if error.code != 404:
+            raise
+
+
+def chosen(categories: list[str], limit: int | None) -> list[dict[str, Any]]:
+    """The first `limit` tasks of each category, with the conversations that a memory task builds on."""
+    entries = []
+    for category in categories:
+        every = load_dataset_entry(category)
+        tasks = [entry for entry in every if "prereq" not in entry["id"]][:limit]
+        needed = {before for task in tasks for before in task.get("depends_on", [])}
+        while more := {b for e in every if e["id"] in needed for b in e.get("depends_on", [])} - needed:
+            needed |= more
+        entries += [entry for entry in every if entry["id"] in needed] + tasks
+    return entries
+
+
+def run(setting: dict[str, Any], categories: list[str]) -> None:
+    """Generates what is missing, has the package score it, and writes every task's outcome."""
+    name = registry_name(setting)
+    MODEL_CONFIG_MAPPING[name] = ModelConfig(
+        model_name=SPEC["model"],
+        display_name=name,
+        url="",
+        org="",
+        license="",
+        model_handler=GatewayHandler,
+        is_fc_model=True,
+        underscore_to_dot=False,
+    )
+    args = SimpleNamespace(
+        temperature=0.001,
+        num_threads=SPEC["parallel"],
+        include_input_log=False,
+        exclude_state_log=True,
+        result_dir=OUT / "result",
+        run_ids=False,
+        allow_overwrite=False,
+    )
+    entries = chosen(categories, SPEC["limit"])
+    tasks = [entry["id"] for entry in entries if "prereq" not in entry["id"]]
+    forget_unfinished(setting, name)
+    missing = generation.collect_test_cases(args, name, categories, entries)
+    if missing:
+        generation.generate_results(args, name, missing)
+    score = OUT / "score" / name
+    shutil.rmtree(score, ignore_errors=True)
+    eval_runner.main([name], categories, args.result_dir, OUT / "score", partial_eval=True)
+    (OUT / f"{setting['name']}.json").write_text(json.dumps(outcomes(name, set(tasks)), indent=1))
+
+
+def results_of(name: str) -> list[dict[str, Any]]:
+    """Every result that the package has written for a setting."""
+    paths = sorted((OUT / "result" / name).rglob(f"{VERSION_PREFIX}_*_result.json"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def forget_unfinished(setting: dict[str, Any], name: str) -> None:
+    """Drops the notes of tasks that an earlier run did not bring to their end: they begin anew."""
+    path = OUT / f"{setting['name']}.turns.jsonl"
+    if path.is_file():
+        done = {entry["id"] for entry in results_of(name)}
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["task"] in done))
+
+
+def outcomes(name: str, tasks: set[str]) -> list[dict[str, Any]]:
+    """Every task's result, by the package's own files: whether it was right, and what went wrong if it did not run."""
+    failed: dict[str, str] = {}
+    for path in (OUT / "score" / name).rglob(f"{VERSION_PREFIX}_*_score.json"):
+        for line in path.read_text().splitlines()[1:]:  # the first one is the summary
+            entry = json.loads(line)
+            error = entry.get("error")
+            failed[entry["id"]] = str(error.get("error_type", "")) if isinstance(error, dict) else str(error)
+    found = []
+    for entry in results_of(name):
+        if entry["id"] not in tasks:
+            continue
+        text = entry["result"] if isinstance(entry["result"], str) else ""
+        broke = text.removeprefix("Error during inference: ") if text.startswith("Error during inference") else ""
+        outcome = {"task": entry["id"], "valid": entry["id"] not in failed, "why": failed.get(entry["id"])}
+        outcome |= {"overtime": broke == OVERTIME, "error": broke if broke != OVERTIME else ""}
+        found.append(outcome)
+    return found
+
+
+def main() -> None:
+    """All settings, one after the other."""
+    categories = parse_test_category_argument(SPEC["categories"])
+    for setting in SPEC["settings"]:
+        run(setting, categories)
+
+
+if __name__ == "__main__":
+    main()
