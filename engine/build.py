@@ -92,6 +92,11 @@ def model_shape(runner: Any) -> tuple[ModelShape, dict[int, int]]:
     name = type(runner.model).__name__
     if runner.use_mla_backend:
         raise UnsupportedModelError(f"{name} has multi-head latent attention (MLA): its KV cache has no KV heads")
+    if runner.kv_cache_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UnsupportedModelError(
+            f"{name} asks for a KV cache of {runner.kv_cache_dtype}: scores would read quantised keys. "
+            "Start with --kv-cache-dtype bfloat16"
+        )
     if mambaish_config(runner.model_config) is not None:
         raise UnsupportedModelError(f"{name} has state-space or linear-attention layers, whose state cannot be cut")
     if runner.model_config.is_local_attention_model:
@@ -171,6 +176,7 @@ def _tokenizer(runner: Any) -> Any:
 
 def build_cache(context: Any) -> Any:
     """SGLang's factory of our radix cache (`--radix-cache-backend agentkv`). Verifies the hooks first."""
+    from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
     from sglang.srt.runtime_context import attention_backends
 
@@ -178,7 +184,7 @@ def build_cache(context: Any) -> Any:
     from agentkv_serve.engine.cache import AgentKVRadixCache
 
     selfcheck.require_hooks()
-    flags.refuse(context.server_args)
+    flags.refuse(resolved_view(context.server_args))
     for name in attention_backends():
         if name not in BACKENDS:
             raise flags.RefusedFlagError(
@@ -188,6 +194,7 @@ def build_cache(context: Any) -> Any:
     if runtime is None:
         selfcheck.stop("no AgentKV attention backend was built: start the server with `agentkv engine`")
     assert runtime is not None
+    flags.refuse_prefill_graph(runtime.shape.device.type)
     runtime.tree = create_unified_radix_cache(context, cache_class=AgentKVRadixCache)
     return runtime.tree
 

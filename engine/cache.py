@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from agentkv_serve.engine import progress
+from agentkv_serve.engine import progress, reclaim
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 
@@ -28,6 +28,13 @@ class AgentKVRadixCache(UnifiedRadixCache):
         if runtime and runtime.start_of(req.kv):
             return
         super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def reset(self) -> None:
+        """Drops everything (`/flush_cache`, new weights). Sessions go first, so that no row keeps a window's start."""
+        runtime = runtime_module.current()
+        if runtime and runtime.scheduler is not None:
+            reclaim.release_all(runtime)
+        super().reset()
 
     def claim_kv_row(self, req: Any) -> bool:
         """Where a finished, aborted or retracted turn gives its row up. Returns whether its session keeps the row."""

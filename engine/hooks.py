@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from agentkv_serve.engine import admission, forward, intake, kv_map, progress, reclaim
+from agentkv_serve.engine import admission, forward, intake, keys, kv_map, progress, reclaim
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 from agentkv_serve.engine.wire import WireError
@@ -222,6 +222,11 @@ def after_scheduler_init(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> N
         scheduler.max_req_input_len = scheduler.max_req_len - spare
 
 
+def before_from_cli_args(cls: Any, arguments: Any) -> None:
+    """The worker's key comes by environment."""
+    keys.take(arguments)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _HTTP = "sglang.srt.observability.http_request_metrics"
 _SESSION = "sglang.srt.session.session_controller.Session"
@@ -231,6 +236,7 @@ _ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 HOOKS: tuple[tuple[str, str, Any], ...] = (
+    ("sglang.srt.server_args.ServerArgs.from_cli_args", "before", before_from_cli_args),
     (f"{_SCHEDULER}.__init__", "after", after_scheduler_init),
     (f"{_SCHEDULER}.handle_generate_request", "around", around_handle_generate_request),
     (f"{_SCHEDULER}.abort_request", "after", after_abort_request),

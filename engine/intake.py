@@ -40,6 +40,10 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
     spec = parse_turn(request.sampling_params.custom_params, len(prompt))
     if spec is None:
         return None
+    if request.input_embeds is not None:
+        raise WireError("bad_request", "input_embeds cannot be a session's turn: a session is known by its token ids")
+    if (request.sampling_params.beam_width or 1) > 1:
+        raise WireError("bad_request", "a session follows one answer: send beam_width > 1 without the agentkv field")
     try:
         policy = get_policy(spec.policy)
         initial = runtime.automata.initial(spec.family, spec.initial)

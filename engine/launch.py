@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from agentkv_serve import joining
-from agentkv_serve.engine import selfcheck
+from agentkv_serve.engine import keys, selfcheck
 from agentkv_serve.engine.config import ENVIRONMENT, EngineConfig
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED
 from agentkv_serve.parsers import parser_flags
@@ -48,8 +48,7 @@ def server_command(
         )
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
     for refusal in REFUSALS:
-        takes_value = refusal.when is not bool
-        if refusal.flag in given and not takes_value:
+        if refusal.refuses(extra):
             raise typer.BadParameter(f"{refusal.flag} cannot be used with the AgentKV cache: {refusal.reason}")
     # -P: a `kernels` folder in the working directory must not shadow the package that SGLang imports.
     command = [sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", str(model_path)]
@@ -101,7 +100,10 @@ def engine(
         str | None, typer.Option(help="Where gateways reach this worker. [default: http://HOSTNAME:PORT]")
     ] = None,
 ) -> None:
-    """Start one SGLang worker with the AgentKV cache. All further flags are SGLang's own."""
+    """Start one SGLang worker with the AgentKV cache. All further flags are SGLang's own.
+
+    AGENTKV_ENGINE_API_KEY is the key that clients must send; `--api-key` would show it to everybody on the machine.
+    """
     selfcheck.require_version()
     if agentkv_say_phase not in ("others", "act", "think"):
         raise typer.BadParameter("--agentkv-say-phase must be others, act or think")
@@ -117,7 +119,9 @@ def engine(
         idle_seconds=agentkv_idle_seconds,
         dump_dir=os.environ.get("AGENTKV_DUMP", ""),
     )
-    command = server_command(context.args, model_path, port, host, cpu=cpu, overlap=agentkv_overlap)
+    command = server_command(
+        keys.to_environment(context.args), model_path, port, host, cpu=cpu, overlap=agentkv_overlap
+    )
     os.environ[ENVIRONMENT] = config.dump()
     typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[4:])}", err=True)
     if agentkv_register:

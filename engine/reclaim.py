@@ -38,6 +38,12 @@ def release(runtime: Runtime, key: str, reason: str) -> None:
     runtime.sessions.close(key, reason)
 
 
+def release_all(runtime: Runtime) -> None:
+    """Releases every idle session."""
+    for session in idle_sessions(runtime):
+        release(runtime, session.session_id, "evicted")
+
+
 def free_tokens(runtime: Runtime, count: int) -> None:
     """Releases idle sessions until `count` KV slots are free, cached prefixes included, or none is left."""
     allocator = runtime.tree.token_to_kv_pool_allocator

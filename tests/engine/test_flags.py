@@ -15,12 +15,16 @@ from agentkv_serve.model import default_model
 
 WRONG: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
+    "dllm_algorithm": "LowConfidence",
+    "hicache_storage_backend": "file",
+    "kv_canary": "log",
     "disaggregation_mode": "prefill",
     "kv_cache_dtype": "fp8_e5m2",
     "dcp_size": 2,
     "attn_cp_size": 2,
     "pp_size": 2,
     "dp_size": 2,
+    "attn_dp_size": 2,
 }
 """A refused value for each flag that is no switch."""
 
@@ -70,9 +74,27 @@ def test_the_launcher_adds_what_is_needed_and_keeps_what_is_given() -> None:
     assert "--device" not in on_gpu and on_gpu[on_gpu.index("--attention-backend") + 1] == "triton"
 
 
-def test_the_launcher_refuses_a_switch_before_anything_is_loaded() -> None:
-    with pytest.raises(typer.BadParameter, match="--enable-mixed-chunk"):
-        server_command(["--enable-mixed-chunk"], default_model(), 7, "127.0.0.1", cpu=True)
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
+        (["--dp-size", "2"], "--dp-size"),
+        (["--page-size", "16", "--dp-size=2"], "--dp-size"),
+        (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype"),
+        (["--lora-paths", "a=b"], "--lora-paths"),
+    ],
+)
+def test_the_launcher_refuses_a_flag_before_anything_is_loaded(given: list[str], flag: str) -> None:
+    with pytest.raises(typer.BadParameter, match=flag):
+        server_command(given, default_model(), 7, "127.0.0.1", cpu=True)
+
+
+@pytest.mark.parametrize(
+    "given", [["--dp-size", "1"], ["--pp-size=1"], ["--kv-cache-dtype", "auto"], ["--dp-size"], ["--tp-size", "two"]]
+)
+def test_the_launcher_leaves_harmless_values_and_mistakes_to_sglang(given: list[str]) -> None:
+    assert server_command(given, default_model(), 7, "127.0.0.1", cpu=True)[-len(given) :] == given
 
 
 def test_the_launcher_asks_for_a_model_folder(tmp_path: Path) -> None:
