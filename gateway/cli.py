@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -15,6 +18,8 @@ from pydantic import ValidationError
 from agentkv_serve.gateway.app import create_app
 from agentkv_serve.gateway.logs import configure
 from agentkv_serve.gateway.settings import Settings, load_settings
+
+_COLLECT = (20_000, 20, 20)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -72,6 +77,14 @@ class Server(uvicorn.Server):
         self._stopping = stopping
         self._told = False
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. What was made until now lives as long as the process, and requests hold few cycles: the collector of
+        cycles need not look at all of it again and again."""
+        await super().startup(sockets)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_COLLECT)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: not ready any more, and after the delay no new requests; second signal: at once."""
         if self._told or not self._delay:
@@ -86,6 +99,8 @@ class Server(uvicorn.Server):
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; running streams are finished within `shutdown_grace`."""
     configure(settings.log)
+    # Prompts are tokenised one at a time: a pool of threads for each would only cost.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     application = create_app(settings)
     config = uvicorn.Config(
         application,

@@ -114,7 +114,29 @@ class Vocabulary:
                 last = match.start()
         yield begin, text[begin:]
 
+    @cached_property
+    def _widths(self) -> tuple[Ids, Ids] | None:
+        """Characters of each token `[V]` and how many of the first are not counted as its own, for ASCII texts; None
+        where ids do not say which characters they stand for."""
+        description = json.loads(self.tokenizer.to_str())
+        normalizer = (description.get("normalizer") or {}).get("type")
+        if not self._cuttable or normalizer not in (None, "NFC"):
+            return None
+        lengths, leads = np.zeros(self.size, np.int32), np.zeros(self.size, np.int32)
+        trims = any("trim_offsets" in part and part["trim_offsets"] for part in _parts(description["post_processor"]))
+        for number, token in enumerate(self.token_bytes()):
+            lengths[number] = len(token)
+            leads[number] = (len(token) - len(token.lstrip(b" "))) if trims else 0
+        return lengths, leads
+
     def _encode(self, piece: str, base: int) -> tuple[Ids, Ids]:
+        if self._widths is not None and piece.isascii():
+            # Without offsets the tokenizer is a quarter faster; the ids themselves say where each token starts.
+            lengths, leads = self._widths
+            ids = np.array(self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids, np.int32)
+            ends = np.cumsum(lengths[ids], dtype=np.int32)
+            if len(ids) and ends[-1] == len(piece):
+                return ids, ends - lengths[ids] + leads[ids] + np.int32(base)
         if not piece.isascii():  # JSON may spell half a surrogate pair, which is no text
             piece = _HALF_PAIR.sub("\ufffd", piece)
         encoding = self.tokenizer.encode(piece, add_special_tokens=False)
@@ -142,15 +164,18 @@ def _open(source: Any) -> Tokenizer:
     raise TokenizerError(f"cannot read a tokenizer of type {type(source).__name__}; a fast tokenizer is needed")
 
 
-def _types(part: Any) -> Iterator[str]:
+def _parts(part: Any) -> Iterator[dict[str, Any]]:
     if isinstance(part, dict):
-        if isinstance(part.get("type"), str):
-            yield part["type"]
+        yield part
         for value in part.values():
-            yield from _types(value)
+            yield from _parts(value)
     elif isinstance(part, list):
         for value in part:
-            yield from _types(value)
+            yield from _parts(value)
+
+
+def _types(part: Any) -> Iterator[str]:
+    return (each["type"] for each in _parts(part) if isinstance(each.get("type"), str))
 
 
 def _byte_alphabet() -> dict[str, int]:
