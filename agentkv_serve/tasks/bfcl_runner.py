@@ -19,7 +19,6 @@ import shutil
 import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -111,18 +110,13 @@ def session_of(setting: dict[str, Any], task: str) -> str:
 
 
 def release(session: str) -> None:
-    """Tells the gateway that the session is over; one that never began is none of its."""
-    path = urllib.parse.quote(session, safe="")
+    """Tells the gateway that the session is over; it does not mind one that never began."""
     request = urllib.request.Request(
-        f"{SPEC['base_url']}/v1/agentkv/sessions/{path}",
-        method="DELETE",
+        f"{SPEC['base_url']}/v1/agentkv/sessions/{urllib.parse.quote(session, safe='')}/release",
+        method="POST",
         headers={"authorization": f"Bearer {SPEC.get('key') or 'any'}"},
     )
-    try:
-        urllib.request.urlopen(request, timeout=30).close()
-    except urllib.error.HTTPError as error:
-        if error.code != 404:
-            raise
+    urllib.request.urlopen(request, timeout=30).close()
 
 
 def chosen(categories: list[str], limit: int | None) -> list[dict[str, Any]]:

@@ -43,6 +43,10 @@ def tau2(
     key: Annotated[str, typer.Option(envvar="AGENTKV_API_KEY", help="Its API key.")] = "any",
     user_llm: Annotated[str | None, typer.Option(help="The user's model, as litellm names it; default: ours.")] = None,
     user_args: Annotated[str, typer.Option(help="JSON object of litellm arguments for it.")] = "{}",
+    judge_llm: Annotated[
+        str | None, typer.Option(help="Model that judges the tasks which need it; default: the benchmark's own.")
+    ] = None,
+    judge_args: Annotated[str, typer.Option(help="JSON object of litellm arguments for it.")] = "{}",
     user_script: Annotated[
         Path | None, typer.Option(help='JSON file {task id or "*": [what the user says, …]}: no model for the user.')
     ] = None,
@@ -62,7 +66,8 @@ def tau2(
     path, out = path.resolve(), out.resolve()
     domains = domain or list(DOMAINS)
     check_tree(path, domains)
-    user = user_of(user_llm, user_args, user_script)
+    user = script_of(user_script) if user_script else model_of(user_llm, user_args, "--user-args")
+    judge = model_of(judge_llm, judge_args, "--judge-args")
     rows = runs.settings(policy or ["agentkv"], budget or [512, 1024])
     if max_tokens is None and model is None and base_url is None:
         max_tokens = runs.SMALL_MODEL_TOKENS
@@ -71,7 +76,7 @@ def tau2(
         with stop_signals(), runs.target(base_url, key, model, engine_flag or [], console) as target:
             spec = {**asdict(target), "out": str(out), "domains": domains, "split": split, "tasks": task}
             spec |= {"limit": limit, "max_tokens": max_tokens, "task_seconds": task_seconds, "max_steps": max_steps}
-            spec |= {"seed": seed, "user": user}
+            spec |= {"seed": seed, "user": user, "judge": judge}
             for row in rows:
                 console.print(f"{row.name}: log in {out / 'tau2.log'}")
                 program = Path(__file__).with_name("tau2_runner.py")
@@ -93,6 +98,7 @@ def tau2(
             "tasks": task,
             "limit": limit,
             "user": "script" if user_script else user_llm or target.model,
+            "judge": judge_llm,
             "max_tokens": max_tokens,
             "task_seconds": task_seconds,
             "max_steps": max_steps,
@@ -128,22 +134,31 @@ def check_tree(path: Path, domains: list[str]) -> None:
         raise typer.BadParameter(f"{path} lacks {', '.join(missing)}: give a whole checkout, or leave the domain out")
 
 
-def user_of(name: str | None, arguments: str, script: Path | None) -> dict[str, Any]:
-    """The user's side of the spec: a script, a model of litellm's, or {} for the served model.
+def script_of(path: Path) -> dict[str, Any]:
+    """The user's side of the spec: what a scripted user says.
 
     Raises:
-        typer.BadParameter: the script or the arguments are not what they must be.
+        typer.BadParameter: the file is no such script.
     """
-    if script is not None:
-        try:
-            lines = json.loads(script.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"{script}: {error}") from error
-        if not isinstance(lines, dict) or not all(isinstance(said, list) for said in lines.values()):
-            raise typer.BadParameter(f'{script} must be a JSON object {{task id or "*": [text, …]}}')
-        return {"script": lines}
+    try:
+        lines = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from error
+    if not isinstance(lines, dict) or not all(isinstance(said, list) for said in lines.values()):
+        raise typer.BadParameter(f'{path} must be a JSON object {{task id or "*": [text, …]}}')
+    return {"script": lines}
+
+
+def model_of(name: str | None, arguments: str, option: str) -> dict[str, Any]:
+    """A model of litellm's with its arguments; {} where none is named.
+
+    Raises:
+        typer.BadParameter: the arguments are no JSON object.
+    """
     try:
         given = json.loads(arguments)
     except ValueError as error:
-        raise typer.BadParameter(f"--user-args is no JSON: {error}") from error
+        raise typer.BadParameter(f"{option} is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise typer.BadParameter(f"{option} must be a JSON object")
     return {"llm": name, "llm_args": given} if name else {}

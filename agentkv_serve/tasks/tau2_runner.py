@@ -6,6 +6,7 @@ JSON file:
     {"base_url": …, "key": …, "model": …, "out": folder, "domains": […], "split": name of a task split,
      "tasks": ids or null, "limit": tasks per domain or null, "max_tokens": per reply or null, "task_seconds": …,
      "max_steps": …, "seed": …, "user": {"llm": …, "llm_args": {…}} or {"script": {task id or "*": [text, …]}},
+     "judge": {"llm": …, "llm_args": {…}} or null,
      "settings": [{"name": …, "policy": …, "budget": number or "full"}]}
 
 Per setting it writes `out/NAME.json` (every task's outcome), `out/NAME.turns.jsonl` and the conversations. Tasks with
@@ -14,10 +15,12 @@ an outcome are not run again.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 import sys
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -25,6 +28,8 @@ from typing import Any
 
 from tau2.agent.base_agent import AgentError  # type: ignore[import-not-found]
 from tau2.data_model.message import AssistantMessage, UserMessage  # type: ignore[import-not-found]
+from tau2.data_model.tasks import RewardType  # type: ignore[import-not-found]
+from tau2.evaluator import evaluator_nl_assertions  # type: ignore[import-not-found]
 from tau2.orchestrator.orchestrator import Orchestrator  # type: ignore[import-not-found]
 from tau2.registry import registry  # type: ignore[import-not-found]
 from tau2.runner.build import build_agent, build_environment, build_user  # type: ignore[import-not-found]
@@ -49,22 +54,19 @@ class ScriptedUser(UserSimulator):  # type: ignore[misc]
 
 
 def session_of(setting: dict[str, Any], task: str) -> str:
-    """The session id of a task."""
-    return f"tau2.{setting['name']}.{task}".replace("/", ".")
+    """The session id of a task, in the characters that one may have."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "-", f"tau2.{setting['name']}.{task}")
+    return f"{plain[:150]}.{hashlib.sha256(task.encode()).hexdigest()[:12]}"
 
 
 def release(session: str) -> None:
-    """Tells the gateway that the session is over; one that never began is none of its."""
+    """Tells the gateway that the session is over; it does not mind one that never began."""
     request = urllib.request.Request(
-        f"{SPEC['base_url']}/v1/agentkv/sessions/{urllib.parse.quote(session, safe='')}",
-        method="DELETE",
+        f"{SPEC['base_url']}/v1/agentkv/sessions/{urllib.parse.quote(session, safe='')}/release",
+        method="POST",
         headers={"authorization": f"Bearer {SPEC['key']}"},
     )
-    try:
-        urllib.request.urlopen(request, timeout=30).close()
-    except urllib.error.HTTPError as error:
-        if error.code != 404:
-            raise
+    urllib.request.urlopen(request, timeout=30).close()
 
 
 def llm(session: str, policy: str, budget: int | str) -> tuple[str, dict[str, Any]]:
@@ -102,7 +104,9 @@ def run(setting: dict[str, Any], domain: str, task: Any) -> dict[str, Any]:
         seed=SPEC["seed"],
         timeout=SPEC["task_seconds"],
     )
-    outcome: dict[str, Any] = {"task": name, "valid": False, "why": None, "overtime": False, "error": ""}
+    outcome: dict[str, Any] = {"task": name, "valid": False, "why": None, "overtime": False, "error": "", "turns": []}
+    if needs_judge(task) and not SPEC["judge"] and "OPENAI_API_KEY" not in os.environ:
+        return outcome | {"error": "its score needs a judge model: give --judge-llm"}
     began = time.monotonic()
     messages: list[Any] = []
     try:
@@ -135,6 +139,12 @@ def run(setting: dict[str, Any], domain: str, task: Any) -> dict[str, Any]:
     return outcome
 
 
+def needs_judge(task: Any) -> bool:
+    """Whether a part of the task's score is a model's judgement of the conversation."""
+    criteria = task.evaluation_criteria
+    return bool(criteria and criteria.nl_assertions and RewardType.NL_ASSERTION in criteria.reward_basis)
+
+
 def tasks_of(domain: str) -> list[Any]:
     """The domain's tasks that are asked for, in the benchmark's order."""
     tasks = registry.get_tasks_loader(domain)(SPEC["split"])
@@ -146,6 +156,9 @@ def tasks_of(domain: str) -> list[Any]:
 def main() -> None:
     """All settings and domains, one task after the other."""
     registry.register_user(ScriptedUser, "scripted_user")
+    if judge := SPEC["judge"]:
+        evaluator_nl_assertions.DEFAULT_LLM_NL_ASSERTIONS = judge["llm"]
+        evaluator_nl_assertions.DEFAULT_LLM_NL_ASSERTIONS_ARGS = judge["llm_args"]
     for setting in SPEC["settings"]:
         journal = OUT / f"{setting['name']}.outcomes.jsonl"
         done = {}
