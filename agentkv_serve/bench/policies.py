@@ -1,8 +1,8 @@
 """`agentkv bench policies`: what one compression's scoring costs, policy by policy, on the shapes of real models.
 
 Every policy scores the same window of a session in steady state: the budget, and the 128 tokens since the last
-compression. Keys, values and queries are random, since the cost does not depend on them; each policy gets the rings that
-it asks for, full. On a CPU only `--layers` layers are scored, all alike, and the time stands for those.
+compression. Keys, values and queries are random: the cost does not depend on them. Each policy gets the rings that it
+asks for, full. On a CPU only `--layers` layers are scored, all alike, and the time stands for those.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`agentkv bench sessions`: how many sessions one KV pool holds at once, on ours and on stock SGLang.
 
-Every session has a first turn of `context` tokens. When all of them have ended, or nothing moves any more, each
-session that got through has a short second turn, the newest first: if it finds its state, the pool held it. A first
-turn that waits for memory which nobody will give back is given up.
+All sessions begin at once, with a first turn of `context` tokens. When all of these have ended, or nothing moves any
+more, each session that got through has a short second turn, the newest first: if it finds its state, the pool held it.
+A first turn that waits for memory which nobody will give back is given up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def sessions(
     context: Annotated[int, typer.Option(min=128, help="Prompt tokens of a first turn.")] = 3000,
     budget: Annotated[int, typer.Option(min=128, help="KV tokens per layer and KV head.")] = 512,
     number: Annotated[int, typer.Option("--sessions", min=1, help="Sessions.")] = 16,
-    parallel: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
     chunk: Annotated[int, typer.Option(min=64, help="Tokens of a prefill chunk.")] = 512,
     policy: Annotated[str, typer.Option(help="Policy of our sessions.")] = "agentkv",
     stall: Annotated[float, typer.Option(help="Give up turns after so many seconds without a token.")] = 60.0,
@@ -64,7 +63,7 @@ def sessions(
     from agentkv_serve.engine.launch import has_gpu
 
     console = Console(stderr=True)
-    work = Workload(sessions=number, turns=2, prompt=context, tool=8, output=8, concurrency=parallel)
+    work = Workload(sessions=number, turns=2, prompt=context, tool=8, output=8, concurrency=number)
     rows = (Setting("ours", "agentkv", policy, budget), Setting("stock", "session"))
     try:
         with stop_signals(), tempfile.TemporaryDirectory(prefix="agentkv-bench-") as scratch:
@@ -78,14 +77,14 @@ def sessions(
             for row in rows:  # one server after the other
                 settings = EngineSettings(row.kind, folder, pool, chunk, tuple(engine_flag or ()))
                 with progress(console) as report, running(settings, Path(scratch), report, has_gpu()) as engine:
-                    found[row.name] = asyncio.run(measure(engine, row, plan, parallel, family, stall))
+                    found[row.name] = asyncio.run(measure(engine, row, plan, family, stall))
                 console.print(f"{row.name}: {found[row.name]}")
     except Stopped:
         raise typer.Exit(130) from None
     except (ModelError, StackError, ChildDied) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    setting = {"parallel": parallel, "chunk": chunk, "policy": policy, "stall_s": stall, "model": folder.name}
+    setting = {"chunk": chunk, "policy": policy, "stall_s": stall, "model": folder.name}
     setting |= {"engine_flags": engine_flag or [], "omp_num_threads": os.environ.get("OMP_NUM_THREADS")}
     result = {**results(pool, context, budget, number, found), "configuration": setting, "machine": machine()}
     publish(result, "sessions", as_json)
@@ -108,25 +107,21 @@ def results(pool: int, context: int, budget: int, number: int, found: dict[str, 
     }
 
 
-async def measure(
-    engine: Engine, setting: Setting, plan: Sequence[Sequence[Turn]], parallel: int, family: str, stall: float
-) -> Held:
-    """First turns, `parallel` at a time; then second turns one by one, of the session that ended last first.
+async def measure(engine: Engine, setting: Setting, plan: Sequence[Sequence[Turn]], family: str, stall: float) -> Held:
+    """All first turns at once; then second turns one by one, of the session that ended last first.
 
     Newest first, since a second turn may push out an older session but never brings one back: whoever finds its state
     had it when the first turns were over.
     """
     replies: list[Reply] = []
-    gate = asyncio.Semaphore(parallel)
     ended: list[int] = []
     began = time.perf_counter()
     async with connect() as http, Watch(replies, stall) as watch:
         open_sessions = [Session(engine, http, setting, number, family) for number in range(len(plan))]
 
         async def first(number: int) -> None:
-            async with gate:
-                if await watch.turn(open_sessions[number].run(plan[number][0], replies)):
-                    ended.append(number)
+            if await watch.turn(open_sessions[number].run(plan[number][0], replies)):
+                ended.append(number)
 
         await asyncio.gather(*(first(number) for number in range(len(plan))))
         finished, states = [], []

@@ -33,6 +33,8 @@ class Served:
     at_work_max: int = 0
     stuck: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
+    forgetful: set[int] = field(default_factory=set)  # sessions (thousands of their ids) whose state gets lost
+    metrics: str = ""
     known: dict[str, list[int]] = field(default_factory=dict)  # session -> its tokens
     log: Path = Path()
 
@@ -63,9 +65,11 @@ class Served:
         with self.log.open("a") as log:
             log.write(PAGE + "\n")
         for count in range(1, len(output) + 1):
-            meta: dict[str, Any] = {"prompt_tokens": len(whole), "cached_tokens": max(0, len(before) - 1)}
+            kept = bool(before) and new[0] // 1000 not in self.forgetful
+            meta: dict[str, Any] = {"prompt_tokens": len(whole), "cached_tokens": len(before) - 1 if kept else 0}
             if told and count == len(output):
-                facts = {"state": "resumed" if before else "new", "prefill": len(new) + bool(before)}
+                state = "resumed" if kept else "rebuilt" if before else "new"
+                facts = {"state": state, "prefill": len(new) + 1 if kept else len(whole)}
                 facts |= {"logical": len(whole) + count, "held": 100, "evicted": len(whole) - 100}
                 meta["cached_tokens_details"] = {"storage_backend": "agentkv:" + json.dumps(facts)}
             frame = {"output_ids": output[:count], "meta_info": meta}
@@ -82,6 +86,9 @@ class Served:
     async def close(self, request: web.Request) -> web.Response:
         self.closed.append((await request.json())["session_id"])
         return web.Response()
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
 
     async def flush(self, request: web.Request) -> web.Response:
         self.flushed += 1
@@ -104,6 +111,7 @@ async def served(folder: Path, kind: Kind = "agentkv") -> AsyncIterator[tuple[Se
     for path in ("generate", "open", "close", "flush"):
         route = {"generate": "generate", "open": "open_session", "close": "close_session", "flush": "flush_cache"}
         app.router.add_post(f"/{route[path]}", getattr(state, path))
+    app.router.add_get("/metrics", state.show_metrics)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
