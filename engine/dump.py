@@ -1,6 +1,7 @@
 """For tests: what a compression saw and kept, and what the query rings hold at turn end, as files of arrays.
 
-Written only when the launcher's environment has `AGENTKV_DUMP=DIR`; names sort in order of time. Rank 0 writes.
+Written only when the launcher's environment has `AGENTKV_DUMP=DIR`; names sort in order of time. Rank 0 writes there,
+rank N of a tensor-parallel engine under the same names into its folder `rankN`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def compaction(runtime: Runtime, record: SessionRecord, window: Window, length: int, old_start: int) -> None:
-    """One compression: kept logical positions [L, Hkv, K], window bounds, and the rings that were scored with."""
+    """One compression: kept logical positions [L, Hkv, K], window bounds, the pool slots that the row still holds, and
+    the rings that were scored with."""
     state = record.kv
     assert state is not None and state.kept is not None
     _write(
@@ -31,6 +33,7 @@ def compaction(runtime: Runtime, record: SessionRecord, window: Window, length: 
         start=state.start,
         prefix=state.uncaptured,
         kept=state.kept.cpu().numpy(),
+        slots=runtime.req_to_token[state.row, state.start : length].cpu().numpy(),
     )
 
 
@@ -43,15 +46,14 @@ def turn_end(runtime: Runtime, record: SessionRecord, length: int) -> None:
 def _write(runtime: Runtime, record: SessionRecord, kind: str, **arrays: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().tp_rank != 0:
-        return
+    rank = get_parallel().tp_rank
     state = record.kv
     assert state is not None
     policy = get_policy(state.policy)
     rings, capacity = policy.rings, policy.ring_capacity
     queries = runtime.slots.ring[state.slot, :, 0, : rings * capacity].float().cpu().numpy()
     valid = runtime.slots.valid_queries(state.slot, capacity, rings)[: rings * capacity].cpu().numpy()
-    folder = Path(runtime.config.dump_dir)
+    folder = Path(runtime.config.dump_dir, f"rank{rank}" if rank else "")
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(
         folder / f"{kind}{runtime.dumped:06d}-{record.key[:16]}.npz",

@@ -1,1 +1,1 @@
-"""Checks that a user runs on a machine of their own: `agentkv check gpu --standalone`."""
+"""Checks that a user runs on a machine of their own: `agentkv check gpu`."""

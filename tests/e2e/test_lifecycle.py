@@ -219,6 +219,21 @@ def test_sessions_beyond_the_slots_push_out_the_idle(arena: Arena) -> None:
             duel.conversation.close()
 
 
+def test_a_flush_drops_idle_sessions_and_leaves_no_trace_in_their_rows(arena: Arena) -> None:
+    """Whoever gets a flushed session's row reads it from its beginning; the session itself is rebuilt."""
+    steps = random_steps([400, 60], [40, 20], seed=16)
+    with arena.duel(128) as flushed:
+        settle(flushed, steps[:1], ["new"])
+        assert arena.server.client.post("/flush_cache").status_code == httpx.codes.OK
+        others = [arena.duel(budget) for budget in (0, 4096, 128)]
+        for duel in others:
+            settle(duel, steps[:1], ["new"])
+        settle(flushed, steps[1:], ["rebuilt"])
+        assert flushed.rounds[1].reply.facts["reason"] == "evicted"
+        for duel in others:
+            duel.conversation.close()
+
+
 def test_server_is_well_after_all_this(arena: Arena) -> None:
     """Strict memory checks were on all the time; an idle pool passes the leak check and can be flushed."""
     assert arena.server.process.poll() is None

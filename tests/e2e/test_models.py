@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from duel import assert_same_queries, assert_same_turn
 from fleet import PAGED, Arena, Fleet
+from test_metrics import Scrape
 from transcripts import random_steps
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -31,18 +33,33 @@ def test_compressed_turns_of_every_family(module_fleet: Fleet, tiny: Callable[..
         )
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama-gqa", 2), ("llama-mha", 2), ("llama-mqa", 2)])
-def test_tensor_parallel(module_fleet: Fleet, tiny: Callable[..., Path], name: str, ranks: int) -> None:
-    """Each rank compresses its own heads; all free the same slots, or the strict checks of one of them would fail.
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "llama-mqa"])
+def test_tensor_parallel(module_fleet: Fleet, tiny: Callable[..., Path], name: str) -> None:
+    """Each rank compresses its own heads; all hold and free the same slots; one of them reports.
 
     With fewer KV heads than ranks SGLang keeps copies of a head, which must choose alike.
     """
     folder = tiny(name)
     module_fleet.stop()
-    arena = Arena.of(module_fleet.agentkv(folder, *PAGED, "--tp-size", str(ranks), AGENTKV_DUMP=""), folder)
+    arena = Arena.of(module_fleet.agentkv(folder, *PAGED, "--tp-size", "2"), folder)
     with arena.duel(128) as duel:
         for step in random_steps([500, 60, 90], [150, 40, 20], seed=31):
             one = duel.play(step, follow=False)
             assert one.reply.output_ids == one.turn.output_ids
             assert one.reply.facts["held"] == one.turn.held
             assert one.reply.facts["phases"] == pytest.approx(one.turn.phases, abs=0.05)
+        compactions = [compaction for one in duel.rounds for compaction in one.turn.compactions]
+    folders = [arena.server.dumps, arena.server.dumps / "rank1"]
+    names = [sorted(path.name for path in folder.glob("[0-9]*.npz")) for folder in folders]
+    assert names[0] == names[1] and len(names[0]) == len(compactions) >= 5
+    for file, compaction in zip(names[0], compactions, strict=True):
+        first, second = (dict(np.load(folder / file)) for folder in folders)
+        for field in ("length", "old_start", "start", "slots"):
+            assert np.array_equal(first[field], second[field]), field
+        kept = [first["kept"]] if name == "llama-mqa" else [first["kept"], second["kept"]]
+        if name == "llama-mqa":
+            assert np.array_equal(first["kept"], second["kept"])
+        same = np.concatenate(kept, axis=1) == compaction.kept.numpy()
+        assert same.mean() > 0.99
+    scrape = Scrape(arena.server)
+    assert scrape.values["agentkv_compactions_total"] == len(compactions)
