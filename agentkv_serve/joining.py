@@ -29,6 +29,8 @@ FORGET_AFTER = 6 * EVERY
 CLOCK_SKEW = 60.0
 """Seconds by which the clocks of a worker and a gateway may differ."""
 TOKEN_VARIABLE = "AGENTKV_JOIN_TOKEN"
+PID_VARIABLE = "AGENTKV_ANNOUNCER"
+"""Names the file that gets the announcing process's id, for whoever drains the worker."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -126,6 +128,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, announcer.stop)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if file := os.environ.get(PID_VARIABLE):
+        Path(file).write_text(str(os.getpid()))
     if os.getppid() == given.parent:
         announcer.run()
 
