@@ -74,9 +74,16 @@ def serve(
 ) -> None:
     """Agents' load on stock SGLang, with everything kept, and on ours at budgets."""
     console = Console(stderr=True)
-    work = {"sessions": sessions, "turns": turns, "prompt": prompt, "tool": tool, "output": output, "seed": seed}
+    work: dict[str, Any] = {
+        "sessions": sessions,
+        "turns": turns,
+        "prompt": prompt,
+        "tool": tool,
+        "output": output,
+        "seed": seed,
+    }
     work |= {"trace": trace, "rate": rate, "pause_s": pause}
-    own = {"policies": tuple(policy or ()) or None, "budgets": tuple(budget or ()) or None}
+    own: dict[str, Any] = {"policies": tuple(policy or ()) or None, "budgets": tuple(budget or ()) or None}
     own |= {"chunk": chunk, "repeats": repeats}
     try:
         presets = [
@@ -119,6 +126,7 @@ def changed(preset: Preset, work: dict[str, Any], own: dict[str, Any]) -> Preset
     mine = {name: value for name, value in own.items() if value is not None}
     before = {**asdict(preset.work), **asdict(preset)}
     differs = {name: value for name, value in {**given, **mine}.items() if before[name] != value}
+    differs |= {"trace": str(differs["trace"])} if "trace" in differs else {}
     return replace(preset, **mine, work=replace(preset.work, **given), changed=differs)
 
 
