@@ -67,9 +67,10 @@ def create_app(settings: Settings) -> Starlette:
         Route("/v1/models/{model:path}", get_model, methods=["GET"]),
         Route("/healthz", healthz, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
     ]
+    if settings.metrics.port is None:
+        routes.append(Route("/metrics", metrics, methods=["GET"]))
     return Starlette(
         routes=routes,
         lifespan=lifespan,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import RestrictedRegistry
 
+_BUSY = 1.0  # seconds
 Labelled = TypeVar("Labelled", Counter, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -107,3 +113,40 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition."""
         return generate_latest(self.registry)
+
+
+class MetricsPort:
+    """Metrics on a port and a thread of their own: a busy gateway answers too, and clients need not see them."""
+
+    def __init__(self, metrics: Metrics, sample: Callable[[], Coroutine[Any, Any, None]], host: str, port: int) -> None:
+        self._server, self._thread = start_http_server(port, host, _Sampled(metrics, sample))
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop answering; not to be called by the event loop's own thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Sampled(CollectorRegistry):
+    """A gateway's metrics, its gauges brought up to date by the event loop when they are collected."""
+
+    def __init__(self, metrics: Metrics, sample: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self._metrics = metrics
+        self._sample = sample
+        self._loop = asyncio.get_running_loop()
+
+    def collect(self) -> Iterable[Metric]:
+        self._bring_up_to_date()
+        return self._metrics.registry.collect()
+
+    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
+        self._bring_up_to_date()
+        return self._metrics.registry.restricted_registry(names)
+
+    def _bring_up_to_date(self) -> None:
+        # A loop that is busy for longer than this leaves the gauges as they were.
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._sample(), self._loop).result(_BUSY)

@@ -74,6 +74,7 @@ _CONTROLS: list[Json] = [
     },
     {"name": "X-AgentKV-Session-Rebuild", "in": "header", "schema": {"enum": ["true", "false", "1", "0"]}},
     {"name": "X-AgentKV-Affinity", "in": "header", "schema": {"enum": ["soft", "hard"]}},
+    {"name": "X-AgentKV-Retain", "in": "header", "schema": {"enum": ["all", "template"]}},
 ]
 
 
@@ -238,6 +239,7 @@ def _schemas() -> Json:
             "token_limit": positive,
             "rebuild": {"type": "boolean"},
             "affinity": {"enum": ["soft", "hard"]},
+            "retain": {"enum": ["all", "template"]},
         },
     }
     message: Json = {

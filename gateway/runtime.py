@@ -14,7 +14,7 @@ from starlette.requests import Request
 from agentkv_serve.gateway.auth import Authenticator
 from agentkv_serve.gateway.encoding import dumps
 from agentkv_serve.gateway.errors import ApiError
-from agentkv_serve.gateway.metrics import Metrics
+from agentkv_serve.gateway.metrics import Metrics, MetricsPort
 from agentkv_serve.gateway.routing.registry import Registry
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.sessions.identity import Keys
@@ -52,6 +52,7 @@ class Runtime:
         self.planner = Planner(settings, self.store, self.registry, renderer, self.keys, time.time)
         self.services = Services(settings, self.store, self.registry, self.client, renderer, self.keys, self.metrics)
         self.tracing = Tracing(settings.telemetry)
+        self.metrics_port: MetricsPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Runtime:
@@ -61,10 +62,15 @@ class Runtime:
             asyncio.create_task(self._watch_workers()),
             asyncio.create_task(self._sweep()),
         ]
+        where = self.settings.metrics
+        if where.port is not None:
+            self.metrics_port = MetricsPort(self.metrics, self.sample, where.host or self.settings.host, where.port)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         self.stopping = True
+        if self.metrics_port:
+            await asyncio.to_thread(self.metrics_port.close)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -130,6 +136,18 @@ class Runtime:
 
     def _store_changed(self, down: bool) -> None:
         self.metrics.store_down.set(int(down))
+
+    async def sample(self) -> None:
+        """Bring the gauges up to date, for a scrape."""
+        sample = self.metrics
+        resident = await self.store.resident([worker.id for worker in self.registry])
+        sample.sessions.set(await self.store.count())
+        # Set anew at each scrape, so that a removed worker leaves no stale series.
+        sample.workers.clear()
+        sample.resident.clear()
+        for worker in self.registry:
+            sample.workers.labels(worker.id).set(int(worker.healthy))
+            sample.resident.labels(worker.id).set(resident.get(worker.id, 0))
 
     async def end_session(self, session: Session) -> None:
         """Forget a session, stop its running turn, and release its state in the engine."""

@@ -69,8 +69,9 @@ class TenantSettings(_Part):
 
 
 class SessionSettings(_Part):
-    """Life of sessions. Times in seconds. `retain`: `all` keeps earlier turns' thinking until the cache evicts it;
-    `template` lets the chat template drop it at a new user message, which then costs a prefill from there."""
+    """Life of sessions. Times in seconds. `retain`, unless a session asks for its own: `all` keeps earlier turns'
+    thinking until the cache evicts it; `template` lets the chat template drop it at a new user message, which then
+    costs a prefill from there."""
 
     retain: Literal["all", "template"] = "all"
     implicit: bool = True
@@ -175,6 +176,14 @@ class UiSettings(_Part):
     show_content: bool = False
 
 
+class MetricsSettings(_Part):
+    """Where Prometheus finds `/metrics`. `port` None: on the port of the API; else only on this one, at `host` (None:
+    the API's), answered by a thread of its own."""
+
+    port: int | None = Field(default=None, ge=0, le=65535)
+    host: str | None = None
+
+
 class LogSettings(_Part):
     """How the process logs."""
 
@@ -214,6 +223,7 @@ class Settings(BaseSettings):
     stream: StreamSettings = StreamSettings()
     routing: RoutingSettings = RoutingSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    metrics: MetricsSettings = MetricsSettings()
     ui: UiSettings = UiSettings()
     log: LogSettings = LogSettings()
     shutdown_delay: Annotated[float, Field(ge=0)] = 0

@@ -35,13 +35,5 @@ async def openapi(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     runtime = runtime_of(request)
-    sample = runtime.metrics
-    resident = await runtime.store.resident([worker.id for worker in runtime.registry])
-    sample.sessions.set(await runtime.store.count())
-    # Set anew at each scrape, so that a removed worker leaves no stale series.
-    sample.workers.clear()
-    sample.resident.clear()
-    for worker in runtime.registry:
-        sample.workers.labels(worker.id).set(int(worker.healthy))
-        sample.resident.labels(worker.id).set(resident.get(worker.id, 0))
-    return Response(sample.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    await runtime.sample()
+    return Response(runtime.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -72,6 +72,7 @@ def _show(session: Session) -> dict[str, Any]:
         "kv_tokens": session.kv_tokens,
         "budget": None if session.budget is None else say_budget(session.budget),
         "policy": session.policy,
+        "retain": session.retain,
         "worker": session.worker or None,
         "tokens_used": session.spent,
         "token_limit": session.token_limit,

@@ -10,6 +10,7 @@ from typing import Any
 
 import hiredis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 _TICKS = 5  # looks at the oldest call within the timeout
@@ -57,6 +58,9 @@ class Link:
         if self._wire:
             await self._wire.close()
         await self._pool.aclose()
+        if isinstance(self._pool, SentinelConnectionPool):
+            for sentinel in self._pool.sentinel_manager.sentinels:
+                await sentinel.aclose()
 
     async def _open(self) -> _Wire:
         if self._wire is not None and not self._wire.broken:
@@ -69,7 +73,11 @@ class Link:
 
     async def _connect(self) -> _Wire:
         connection = self._pool.make_connection()
-        await connection.connect()
+        try:
+            await connection.connect()
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
         # From here on the link itself bounds all waits.
         connection.socket_timeout = None
         self._wire = _Wire(connection, self._timeout)

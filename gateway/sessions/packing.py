@@ -20,7 +20,7 @@ _PLAIN, _SEALED = b"\x01", b"\x02"
 
 _META = (
     *("key", "tenant", "model", "id", "created", "used", "incarnation", "instance"),
-    *("budget", "policy", "token_limit", "spent", "turns"),
+    *("budget", "policy", "token_limit", "retain", "spent", "turns"),
 )
 
 

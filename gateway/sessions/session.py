@@ -49,6 +49,7 @@ class Session:
     budget: int | None = None
     policy: str | None = None
     token_limit: int | None = None
+    retain: str | None = None
     spent: int = 0
     turns: int = 0
 

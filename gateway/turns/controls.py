@@ -21,6 +21,7 @@ _FIELDS = {
     "token_limit": "x-agentkv-session-token-limit",
     "rebuild": "x-agentkv-session-rebuild",
     "affinity": "x-agentkv-affinity",
+    "retain": "x-agentkv-retain",
 }
 _POLICY = re.compile(r"[a-z0-9_]{1,32}")
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class Controls:
     token_limit: int | None = None
     rebuild: bool = False
     affinity: str | None = None
+    retain: str | None = None
 
 
 def read_controls(
@@ -74,7 +76,8 @@ def read_controls(
         final=bool(value("final", _flag)),
         token_limit=value("token_limit", _count),
         rebuild=bool(value("rebuild", _flag)),
-        affinity=value("affinity", _affinity),
+        affinity=value("affinity", _one_of("soft", "hard")),
+        retain=value("retain", _one_of("all", "template")),
     )
 
 
@@ -129,10 +132,13 @@ def _flag(place: str, text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def _affinity(place: str, text: str) -> str:
-    if text not in ("soft", "hard"):
-        raise bad_request(f"{place} must be soft or hard.", param=place)
-    return text
+def _one_of(*words: str) -> Callable[[str, str], str]:
+    def read(place: str, text: str) -> str:
+        if text not in words:
+            raise bad_request(f"{place} must be {' or '.join(words)}.", param=place)
+        return text
+
+    return read
 
 
 def _count(place: str, text: str) -> int:

@@ -275,7 +275,7 @@ class Planner:
     async def _prepare(self, plan: Plan, lease: Lease, head: Head, cap: int | None) -> None:
         session, controls = lease.session, plan.controls
         session.head = head
-        for name in ("budget", "policy", "token_limit"):
+        for name in ("budget", "policy", "token_limit", "retain"):
             value = getattr(controls, name)
             if value is not None:
                 setattr(session, name, value)
@@ -285,7 +285,7 @@ class Planner:
             else default_budget(self._settings.budget, cap, plan.context_length)
         )
         plan.policy = session.policy or self._settings.policy
-        if self._settings.sessions.retain == "template" and _ends_a_chain(plan):
+        if (session.retain or self._settings.sessions.retain) == "template" and _ends_a_chain(plan):
             plan.match, plan.kind = NO_MATCH, Kind.BRANCH
         plan.prompt = await self._render(plan)
         self._check_length(plan)

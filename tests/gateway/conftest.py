@@ -16,11 +16,21 @@ from agentkv_serve.gateway.settings import Settings
 from tests.gateway.engine import Body, FakeEngine
 from tests.gateway.model_folder import byte_tokenizer, write_model_folder
 from tests.gateway.serving import Serving
+from tests.gateway.valkey import ValkeyProcess
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[ValkeyProcess]:
+    """A Valkey that no test stops."""
+    server = ValkeyProcess()
+    server.start()
+    yield server
+    server.kill()
 
 
 class Stack:

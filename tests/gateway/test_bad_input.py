@@ -71,6 +71,8 @@ HEADERS: list[tuple[str, dict[str, str], int, str]] = [
     ("two session ids", {"X-AgentKV-Session": "a", "X-Session-Id": "b"}, 400, "session_id_conflict"),
     ("a malformed policy", {"X-AgentKV-Policy": "Not A Policy"}, 400, "invalid_request"),
     ("a malformed flag", {"X-AgentKV-Session-Final": "perhaps"}, 400, "invalid_request"),
+    ("a malformed way to retain", {"X-AgentKV-Retain": "some"}, 400, "invalid_request"),
+    ("a malformed affinity", {"X-AgentKV-Affinity": "warm"}, 400, "invalid_request"),
     ("a malformed limit", {"X-AgentKV-Session-Token-Limit": "0"}, 400, "invalid_request"),
 ]
 

@@ -262,12 +262,23 @@ def test_thinking_arguments_reach_the_template_and_the_parser(stack: Stack, stre
     assert stack.engine.requests[0]["reasoning_effort"] == "none"
 
 
-@pytest.mark.parametrize(("retain", "state", "kept"), [("all", "resumed", True), ("template", "rebuilt", False)])
-def test_old_thinking_stays_or_goes_as_the_template_says(start: Start, retain: str, state: str, kept: bool) -> None:
-    stack = start(sessions={"retain": retain})
+@pytest.mark.parametrize(
+    ("general", "asked", "state"),
+    [
+        ("all", None, "resumed"),
+        ("template", None, "rebuilt"),
+        ("all", {"headers": {"X-AgentKV-Retain": "template"}}, "rebuilt"),
+        ("template", {"agentkv": {"retain": "all"}}, "resumed"),
+    ],
+)
+def test_old_thinking_stays_or_goes_as_the_template_says(
+    start: Start, general: str, asked: Body | None, state: str
+) -> None:
+    stack = start(sessions={"retain": general})
     stack.engine.script = lambda body: Answer("", reasoning="old thoughts", calls=[("weather", "{}")])
     messages = [user("Weather?")]
-    stack.say(messages, tools=[WEATHER])
+    # Said once, it holds for the session.
+    session = stack.say(messages, tools=[WEATHER], **(asked or {}))["headers"]["x-agentkv-session"]
     call = messages[-1]["tool_calls"][0]["id"]
     messages[-1] = {k: v for k, v in messages[-1].items() if k != "reasoning_content"}
     messages.append(tool_result(call, "sunny"))
@@ -277,6 +288,8 @@ def test_old_thinking_stays_or_goes_as_the_template_says(start: Start, retain: s
     messages.append(user("And tomorrow?"))
     reply = stack.say(messages, tools=[WEATHER])
     assert reply["agentkv"]["state"] == state
-    assert ("old thoughts" in stack.engine.text(stack.engine.requests[-1])) is kept
+    assert ("old thoughts" in stack.engine.text(stack.engine.requests[-1])) is (state == "resumed")
     messages.append(user("And then?"))
     assert stack.say(messages, tools=[WEATHER])["agentkv"]["state"] == "resumed"
+    shown = stack.http.get(f"/v1/agentkv/sessions/{session}").json()
+    assert shown["retain"] == ("template" if asked and "headers" in asked else "all" if asked else None)

@@ -46,6 +46,19 @@ def test_metrics_count_turns_and_name_nobody(stack: Stack) -> None:
             assert f'{label}="' not in line
 
 
+def test_metrics_may_have_a_port_of_their_own(start: Start) -> None:
+    stack = start(metrics={"port": 0})
+    stack.say([user("Hi")])
+    assert stack.http.get("/metrics").status_code == 404
+    port = stack.runtime.metrics_port
+    assert port is not None
+    with httpx.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
+        text = http.get("/metrics").text
+        assert 'agentkv_turns_total{reason="",state="new"} 1.0' in text
+        assert "agentkv_sessions 1.0" in text and 'agentkv_worker_up{worker="w0"} 1.0' in text
+        assert "agentkv_sessions" in http.get("/metrics?name[]=agentkv_sessions").text
+
+
 def test_counters_never_fall(stack: Stack) -> None:
     before = -1.0
     for i in range(3):

