@@ -98,3 +98,20 @@ def test_errors_and_overtime_are_told_apart(answers: dict[str, list[list[str]]],
         assert row["score"] == 0 and row["tasks"] == 3
         assert row["errors"] >= 1 and row["overtime"] >= 1
         assert all("the model fell over" in words for words in row["error_texts"])
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_task_runs_on_the_real_gateway_and_engine(tmp_path: Path) -> None:
+    """The small model solves nothing; every task is one session all the same, and each later turn finds its state."""
+    app = typer.Typer()
+    register(app)
+    arguments = ["bfcl", "--limit", "1", "--budget", "512", "--max-tokens", "16", "--task-seconds", "200", "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path), "--venv", str(VENV)])
+    assert done.exit_code == 0, done.output
+    full, ours = json.loads(done.stdout)["rows"]
+    for row in (full, ours):
+        assert (row["tasks"], row["errors"], row["overtime"], row["sessions"]) == (1, 0, 0, 1), row["error_texts"]
+        assert row["later_turns_resumed"] == row["later_turns"] >= 3
+    assert full["turns_compressed"] == 0 and ours["turns_compressed"] == ours["turns"]
+    assert ours["kv_tokens_max"] <= 512 < full["kv_tokens_max"]

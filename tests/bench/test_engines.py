@@ -1,0 +1,71 @@
+"""The serving benchmarks on real servers, with loads small enough for a test. No figure of speed is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.long, pytest.mark.engine]
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    """What a benchmark prints with --json."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("agentkv")), "bench", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout))
+
+
+def test_serve_under_pressure(tmp_path: Path) -> None:
+    load = ("--sessions", "6", "--turns", "3", "--prompt", "400", "--tool", "60", "--output", "8", "--chunk", "256")
+    # A pool that holds two whole sessions and a half, and all of ours.
+    more = ("--pool", "1400", "--budget", "128", "--repeats", "1", "--stall", "15", "--out", str(tmp_path))
+    result = bench("serve", "--preset", "cpu-pressured", *load, *more)
+    (preset,) = result["presets"]
+    rows = {row["setting"]: row for row in preset["rows"]}
+    assert list(rows) == [
+        "stock, radix cache",
+        "stock, streaming sessions",
+        "stock, streaming sessions, 2 at a time",
+        "agentkv 128",
+    ]
+    assert rows["stock, radix cache"]["turns_failed"] == [0]
+    assert rows["stock, radix cache"]["recomputed_tokens"]["median"] > 0, "a pool too small makes it compute again"
+    assert rows["stock, streaming sessions, 2 at a time"]["sessions_finished"] == [6]
+    assert rows["stock, streaming sessions, 2 at a time"]["recomputed_tokens"]["median"] == 0
+    ours = rows["agentkv 128"]
+    assert (ours["turns_failed"], ours["sessions_finished"], ours["role"]) == ([0], [6], "measurement")
+    assert ours["states"] == {"new": 6, "resumed": 12, "rebuilt": 0} and ours["recomputed_tokens"]["median"] == 0
+    assert ours["prefill_tokens"]["median"] == 6 * (400 + 2 * 61)
+    assert preset["denominator"] in rows and result["ratio_pressured"]["n"] == 1
+    assert preset["split"]["prefill_tokens_avoided"] > 0
+    assert len((tmp_path / "turns.jsonl").read_text().splitlines()) >= 3 * 18
+
+
+def test_sessions_that_one_pool_holds() -> None:
+    result = bench(
+        "sessions", "--pool", "2048", "--context", "600", "--budget", "128", "--sessions", "9", "--stall", "15"
+    )
+    assert result["stock"] == 3 and result["details"]["stock"]["given_up"] == 6
+    assert result["ours"] >= result["goal"] == pytest.approx(0.9 * 2048 / 256)
+    assert result["details"]["ours"]["finished"] == 9
+
+
+def test_overhead_prints_its_shares() -> None:
+    result = bench("overhead", "--context", "1024", "--budget", "256", "--periods", "1", "--pairs", "4", "--steps", "8")
+    assert 0 < result["compaction_share"] < 1
+    assert (result["compaction"]["number"], result["compaction"]["prefill_number"]) == (1, 1)
+    low, high = result["below_budget_share_interval"]
+    assert low <= result["below_budget_share"] <= high and result["steps_a_side"] == 4 * 7
+    assert set(result["cpu_ms_per_step"]) == {"on", "off", "stock"}
