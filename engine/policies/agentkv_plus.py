@@ -46,7 +46,7 @@ class AgentKVPlus(Policy):
     strided: int = 8
     stride: int = 8
     say_ring: bool = True
-    score_queries: int = 48
+    score_queries: int = 40
     pool: int = 7
     value_power: float = 1.0
     value_share: float = 1.0
