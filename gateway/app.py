@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from agentkv_serve.gateway.edge import Edge, api_error, client_gone, http_error
+from agentkv_serve.gateway.edge import Edge, Handler, api_error, client_gone, http_error
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.routes import admin, ui_data
 from agentkv_serve.gateway.routes.chat import chat_completions
@@ -28,6 +28,13 @@ from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.settings import Settings
 from agentkv_serve.gateway.turns.departure import ClientGone
 
+_TURNS: Mapping[str, Handler] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/messages": messages,
+    "/v1/responses": create_response,
+    "/v1/completions": completions,
+}
+
 
 def create_app(settings: Settings) -> Starlette:
     """The gateway for `settings`. All state is made in the lifespan and ends with it."""
@@ -40,12 +47,9 @@ def create_app(settings: Settings) -> Starlette:
             yield
 
     routes = [
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/messages", messages, methods=["POST"]),
+        *(Route(path, handler, methods=["POST"]) for path, handler in _TURNS.items()),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-        Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/responses/{response_id}", one_response, methods=["GET", "DELETE"]),
-        Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/agentkv/sessions", list_sessions, methods=["GET"]),
         Route("/v1/agentkv/sessions/{session_id:path}/release", release_session, methods=["POST"]),
@@ -74,6 +78,6 @@ def create_app(settings: Settings) -> Starlette:
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(Edge)],
+        middleware=[Middleware(Edge, direct={("POST", path): handler for path, handler in _TURNS.items()})],
         exception_handlers={ApiError: api_error, ClientGone: client_gone, HTTPException: http_error},
     )

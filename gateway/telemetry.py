@@ -25,6 +25,11 @@ class TurnTrace:
         self.headers = dict(headers)
         self._span = span
 
+    @property
+    def heard(self) -> bool:
+        """Whether anybody collects what is said here."""
+        return self._span is not None
+
     def first_token(self) -> None:
         """The first content has come."""
         if self._span:

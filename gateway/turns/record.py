@@ -66,6 +66,8 @@ def tell(
     error: str | None,
 ) -> None:
     """Log and trace the end of a turn; nothing of its content."""
+    if not (trace.heard or log.isEnabledFor(logging.INFO)):
+        return
     generated = len(facts.output_ids or ())
     told = {
         "tenant": plan.tenant.name,
