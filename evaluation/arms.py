@@ -46,7 +46,16 @@ class Budget:
         return self.tokens if self.share is None else int(self.share * length)
 
 
-def arms_of(policies: Iterable[tuple[str, Policy]], budgets: Iterable[Budget], length: int, say: str) -> list[Arm]:
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A policy under the name that it is shown by. noise: as in `Arm`."""
+
+    name: str
+    policy: Policy
+    noise: float = 0.0
+
+
+def arms_of(entrants: Iterable[Entrant], budgets: Iterable[Budget], length: int, say: str) -> list[Arm]:
     """Every policy at every budget that is smaller than the trajectory; named `policy@budget`.
 
     Raises:
@@ -57,14 +66,23 @@ def arms_of(policies: Iterable[tuple[str, Policy]], budgets: Iterable[Budget], l
         tokens = budget.of(length)
         if tokens >= length:
             continue
-        for name, policy in policies:
-            if tokens < policy.least_budget:
-                raise ValueError(f"{name} needs a budget of {policy.least_budget} tokens; {budget.text} is {tokens}")
-            arms.append(Arm(f"{name}@{budget.text}", policy, tokens, say))
+        for entrant in entrants:
+            least = entrant.policy.least_budget
+            if tokens < least:
+                raise ValueError(f"{entrant.name} needs a budget of {least} tokens; {budget.text} is {tokens}")
+            arms.append(Arm(f"{entrant.name}@{budget.text}", entrant.policy, tokens, say, entrant.noise))
     return arms
 
 
 def fingerprint(arm: Arm, protocol: dict[str, object]) -> str:
     """Hash of everything that an arm's numbers depend on beside the code: settings of the policy and of the replay."""
-    settings = (PROTOCOL, repr(arm.policy), arm.policy.name, arm.budget, arm.say_phase, sorted(protocol.items()))
+    settings = (
+        PROTOCOL,
+        repr(arm.policy),
+        arm.policy.name,
+        arm.budget,
+        arm.say_phase,
+        arm.noise,
+        sorted(protocol.items()),
+    )
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """A decoder's forward with the cache left to the caller: every policy of a run shares one pass over the weights.
 
-The weights are those of a Hugging Face model (Llama, Mistral, Qwen2 and Qwen3 layouts); norms and the residual stream
-stay in fp32, products run in the weights' dtype.
+The weights are those of a Hugging Face model (Llama, Mistral, Qwen2 and Qwen3 layouts). Products with weights run in
+the weights' dtype; attention, norms and the residual stream are fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, q [M, Hq, T, D], k [M, Hkv, T, D], v [M, Hkv, T, D]) -> [M, Hq, T, D]`; q and k are rotated."""
+"""`(layer, q [M, Hq, T, D], k [M, Hkv, T, D], v [M, Hkv, T, D]) -> [M, Hq, T, D]`, fp32; q and k are rotated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,9 @@ class Decoder:
             q, k, v = x.view(rows, count, hq + 2 * hkv, dim).transpose(1, 2).split((hq, hkv, hkv), dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._rms(q.float(), layer.q_norm), self._rms(k.float(), layer.k_norm)
-            q = _rotate(q.float(), cos, sin).to(self.dtype)
-            k = _rotate(k.float(), cos, sin).to(self.dtype)
-            mixed = attend(index, q, k, v).transpose(1, 2).reshape(rows * count, hq * dim)
-            hidden += linear(mixed, layer.out, layer.out_bias)
+            q, k = _rotate(q.float(), cos, sin), _rotate(k.float(), cos, sin)
+            mixed = attend(index, q, k, v.float()).transpose(1, 2).reshape(rows * count, hq * dim)
+            hidden += linear(mixed.to(self.dtype), layer.out, layer.out_bias)
             x = linear(self._rms(hidden, layer.mlp_norm).to(self.dtype), layer.gate_up)
             gate, up = x.chunk(2, dim=-1)
             hidden += linear(silu(gate).mul_(up), layer.down)
@@ -139,10 +138,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
-def causal_mask(count: int, held: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def causal_mask(count: int, held: int, device: torch.device) -> Tensor:
     """Additive mask `[T, held]` of T new tokens that are the last of `held` keys: each sees what is not after it."""
-    mask = torch.zeros(count, held, dtype=dtype, device=device)
+    mask = torch.zeros(count, held, device=device)
     mask[:, held - count :].masked_fill_(torch.ones(count, count, dtype=torch.bool, device=device).triu(1), -torch.inf)
     return mask
-
-

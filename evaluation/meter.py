@@ -83,7 +83,9 @@ class Meter:
         full = self._decoder.logits(step.hidden[0, asked]).log_softmax(-1)
         probabilities = full.exp()
         entropy = (probabilities * full).sum(-1)
-        rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {0: (torch.zeros_like(entropy), _nll(full, truth), full.argmax(-1))}
+        rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {
+            0: (torch.zeros_like(entropy), _nll(full, truth), full.argmax(-1))
+        }
         for row in sorted(set(step.rows) - {0}):
             logits = self._decoder.logits(step.hidden[row, asked])
             normaliser = logits.logsumexp(-1)

@@ -7,34 +7,46 @@ import os
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from agentkv_serve.engine.policies import Policy, Rope
-from agentkv_serve.evaluation.arms import Budget, arms_of, fingerprint
+from agentkv_serve.engine import calibrate
+from agentkv_serve.engine.policies import Rope, get_policy
+from agentkv_serve.engine.policies.statistics import Statistics
+from agentkv_serve.evaluation.arms import Budget, Entrant, arms_of, fingerprint
 from agentkv_serve.evaluation.decoder import Decoder
 from agentkv_serve.evaluation.meter import Meter, long_copies
 from agentkv_serve.evaluation.replay import first_compaction, replay
 from agentkv_serve.evaluation.scores import score_arm
 from agentkv_serve.evaluation.session import Arm, Session
 from agentkv_serve.evaluation.trajectory import Half, Recording, Trajectory, read_recordings, tokenise
+from agentkv_serve.evaluation.variants import noisy
 from agentkv_serve.phase_tagger import ChatFormat
+
+CALIBRATION = 6144
+"""Tokens that query statistics are collected from where no file was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a quality run is made of. Two runs with equal settings give equal numbers."""
+    """What a quality run is made of. Two runs with equal settings give equal numbers.
+
+    Trajectories are cut to `length` tokens, those shorter than `least` are left out: a share of them is a budget that
+    the published windows alone would fill. chunk, every: as in `replay`.
+    """
 
     model: Path
-    traces: Sequence[Path]
-    policies: Sequence[tuple[str, Policy]]
-    budgets: Sequence[Budget]
+    traces: tuple[Path, ...]
+    entrants: tuple[Entrant, ...]
+    budgets: tuple[Budget, ...]
     split: Half | None = None
     length: int = 3072
+    least: int = 2048
     limit: int | None = None
     chunk: int = 128
     every: int = 128
@@ -59,7 +71,7 @@ class Settings:
             if self.limit is not None and taken >= self.limit:
                 return
             trajectory = tokenise(chat, recording, self.length)
-            if trajectory is not None:
+            if trajectory is not None and len(trajectory.ids) >= self.least:
                 taken += 1
                 yield recording, trajectory
 
@@ -81,7 +93,7 @@ def run(settings: Settings, folder: Path) -> list[dict[str, Any]]:
         for recording, trajectory in chosen:
             file = folder / f"{recording.name.replace('/', '.')}.json"
             record = _read(file) or _describe(recording, trajectory)
-            arms = arms_of(settings.policies, settings.budgets, len(trajectory.ids), settings.say_phase)
+            arms = arms_of(settings.entrants, settings.budgets, len(trajectory.ids), settings.say_phase)
             due = [arm for arm in arms if _due(record, arm, settings)]
             if due:
                 if decoder is None:
@@ -110,11 +122,9 @@ def evaluate(
     advance: Any = lambda done: None,
 ) -> dict[str, dict[str, Any] | None]:
     """Numbers of every arm on one trajectory, in one replay; None for an arm whose budget was never exceeded."""
-    sessions = [Session(decoder, arm, trajectory.labels, trajectory.name, rope) for arm in arms]
+    sessions = [Session(decoder, arm, noisy(trajectory.labels, arm.noise), trajectory.name, rope) for arm in arms]
     meter = Meter(decoder, trajectory, sessions)
-    for step in replay(
-        decoder, trajectory, sessions, chunk=settings.chunk, every=settings.every, watch=meter.watch
-    ):
+    for step in replay(decoder, trajectory, sessions, chunk=settings.chunk, every=settings.every, watch=meter.watch):
         meter.take(step)
         advance(step.end)
     copies = long_copies(trajectory)
@@ -124,6 +134,42 @@ def evaluate(
         start = first_compaction(trajectory, session.arm.budget, chunk=settings.chunk, every=settings.every)
         scored[session.arm.name] = score_arm(trajectory, meter, track, session, start, copies)
     return scored
+
+
+def with_policies(
+    settings: Settings, wanted: Sequence[tuple[str, str, dict[str, Any]]], statistics: Path | None
+) -> Settings:
+    """The settings with their policies made: (shown name, policy, its settings) each.
+
+    A policy that needs query statistics gets those of `statistics`; without a file they are collected from the
+    development half of the same traces.
+    """
+    entrants = []
+    for shown, name, options in wanted:
+        policy = get_policy(name, **options)
+        if policy.needs_statistics:
+            policy = get_policy(name, **options, statistics=_statistics(settings, statistics))
+        entrants.append(Entrant(shown, policy))
+    return replace(settings, entrants=tuple(entrants))
+
+
+@cache
+def _statistics(settings: Settings, file: Path | None) -> Statistics:
+    if file is not None:
+        return Statistics.load(file)
+    from transformers import AutoModelForCausalLM
+
+    chat = ChatFormat.from_folder(settings.model)
+    ids: list[int] = []
+    for recording in read_recordings(settings.traces, "development"):
+        if len(ids) >= CALIBRATION:
+            break
+        trajectory = tokenise(chat, recording, settings.length)
+        ids += trajectory.ids.tolist() if trajectory else []
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model, dtype=torch.float32, attn_implementation=calibrate.attention_name()
+    )
+    return calibrate.collect(model.eval(), ids[:CALIBRATION], _rope(settings.model))
 
 
 def commit() -> str:

@@ -1,8 +1,8 @@
 """Teacher-forced replay of a trajectory: every arm attends its own compressed cache, so that errors add up.
 
-Compactions happen where the engine has them: after every prompt chunk and at the end of a turn when more than the budget
-is held (policies that compress prefills), and every `every` generated tokens (all policies). A turn's last token is
-computed with the next prompt, as in the engine, which samples it without running it.
+Compactions happen where the engine has them: after every prompt chunk and at the end of a turn when more than the
+budget is held (policies that compress prefills), and every `every` generated tokens (all policies). A turn's last token
+is computed with the next prompt, as in the engine, which samples it without running it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class _Run:
                 keys, values = cache.put(layer, k[row], v[row])
                 held = keys.shape[1]
                 if held not in masks:
-                    masks[held] = causal_mask(count, held, decoder.dtype, decoder.device)
+                    masks[held] = causal_mask(count, held, decoder.device)
                 mixed[row] = scaled_dot_product_attention(
                     q[row : row + 1], keys[None], values[None], masks[held], scale=decoder.scale, enable_gqa=True
                 )[0]

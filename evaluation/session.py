@@ -22,14 +22,16 @@ class Arm:
     policy: Policy
     budget: int
     say_phase: str = "others"
+    noise: float = 0.0
+    """Share of tokens whose label the policy sees wrong, drawn at random (ablation)."""
 
 
 class Cache:
-    """Keys and values `[L, Hkv, C, D]` of one sequence; the first `held` of the C rows are filled."""
+    """Keys and values `[L, Hkv, C, D]` fp32 of one sequence; the first `held` of the C rows are filled."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
         shape = (decoder.layers, decoder.kv_heads, capacity, decoder.head_dim)
-        self.keys = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        self.keys = torch.empty(shape, device=decoder.device)
         self.values = torch.empty_like(self.keys)
         self.held = 0
 
@@ -75,7 +77,7 @@ class Session:
         self._seed = zlib.crc32(name.encode())
         self._carry: Tensor | None = None
         shape = (decoder.layers, arm.policy.ring_queries, decoder.query_heads, decoder.head_dim)
-        self._ring = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self._ring = torch.zeros(shape, device=decoder.device)
         self._places = np.full(arm.policy.ring_queries, -1, dtype=np.int64)
 
     def held(self, length: int) -> int:
@@ -103,11 +105,11 @@ class Session:
         kept = choice.kept
         if self.cache is None:
             self.cache = Cache(self._decoder, self.budget + 384)
+        heads = torch.arange(kept.shape[1], device=kept.device)[:, None]
         for layer in range(self._decoder.layers):
-            rows = kept[layer, :, :, None].expand(-1, -1, self._decoder.head_dim)
             for name in ("keys", "values"):
-                chosen = getattr(source, name)[layer].gather(1, rows)
-                getattr(self.cache, name)[layer, :, : kept.shape[-1]] = chosen
+                rows = getattr(source, name)[layer][heads, kept[layer]]  # a copy: the target may be the source
+                getattr(self.cache, name)[layer, :, : kept.shape[-1]] = rows
         self.cache.held = kept.shape[-1]
         self.positions = window.positions.gather(-1, kept)
         self.kept = torch.zeros(*kept.shape[:2], length, dtype=torch.bool, device=kept.device)

@@ -83,9 +83,7 @@ def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-def _paired(
-    tasks: Sequence[str], ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _paired(tasks: Sequence[str], ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def arrays(name: str) -> tuple[Any, Any]:
         both = (by_task(tasks, [score[name] for score in side]) for side in (ours, theirs))
         return tuple(np.array(list(values.values()), dtype=np.float64) for values in both)  # type: ignore[return-value]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,7 +141,9 @@ def tokenise(chat: ChatFormat, recording: Recording, length: int | None = None) 
 
 
 def _dialect(transcript: Transcript) -> str | None:
-    texts = [m["content"] for m in transcript.messages if m.get("role") == "assistant" and isinstance(m["content"], str)]
+    texts = [
+        m["content"] for m in transcript.messages if m.get("role") == "assistant" and isinstance(m["content"], str)
+    ]
     if any(m.get("tool_calls") for m in transcript.messages) or not texts:
         return None
     endings = {"command": "</command>", "fenced": "```"}
@@ -163,7 +165,7 @@ def _addresses_nobody(transcript: Transcript) -> bool:
 def _thoughts(labels: npt.NDArray[np.int8]) -> None:
     """Relabels visible text that leads to an action as think (in place)."""
     bounds = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
-    for begin, middle in zip(bounds, bounds[1:-1], strict=False):
+    for begin, middle in pairwise(bounds[:-1]):
         if labels[begin] == Label.SAY and labels[middle] == Label.ACT:
             labels[begin:middle] = Label.THINK
 
