@@ -26,7 +26,7 @@ demo: setup
 
 test: setup lint
 	.venv/bin/agentkv model
-	.venv/bin/pytest -m "not long"
+	.venv/bin/pytest -m "not long" --durations=25
 
 test-long: setup
 	.venv/bin/agentkv model
