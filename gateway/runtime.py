@@ -89,8 +89,8 @@ class Runtime:
         if not worker.shared or worker.id not in self._added:
             return
         added = self._added[worker.id]
-        entry = {"url": worker.url, "key": added.key and added.key.get_secret_value(), "draining": worker.draining}
-        entry["announced"] = worker.announced
+        key = added.key.get_secret_value() if added.key else None
+        entry = {"url": worker.url, "key": key, "draining": worker.draining, "announced": worker.announced}
         await self.store.set_worker(worker.id, dumps(entry))
 
     async def remove_worker(self, worker: Worker) -> None:
