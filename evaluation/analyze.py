@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from agentkv_serve.evaluation.cli import Device, Dtype, Length, Limit, Model, More, Out, Split, Traces
+from agentkv_serve.evaluation.cli import Device, Dtype, Least, Length, Limit, Model, More, Out, Split, Traces
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -28,6 +28,7 @@ def phases(
     split: Split = None,
     limit: Limit = 6,
     length: Length = 3072,
+    least: Least = 2048,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
@@ -44,7 +45,7 @@ def phases(
     from agentkv_serve.phase_tagger import ChatFormat, TemplateError
 
     folder = (model or default_model()).expanduser().resolve()
-    settings = Settings(folder, (*traces, *(more or [])), (), (), split=split, length=length, limit=limit)
+    settings = Settings(folder, (*traces, *(more or [])), (), (), split, length, least, limit)
     console = Console(stderr=True)
     try:
         chosen = [trajectory for _, trajectory in settings.chosen(ChatFormat.from_folder(folder))]
