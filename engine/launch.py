@@ -14,6 +14,7 @@ from agentkv_serve import joining
 from agentkv_serve.engine import keys, selfcheck
 from agentkv_serve.engine.config import ENVIRONMENT, EngineConfig
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED
+from agentkv_serve.engine.served import PolicyError, served_policies
 from agentkv_serve.parsers import parser_flags
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -87,6 +88,20 @@ def engine(
         float, typer.Option(help="Query rings' share of the KV pool's bytes; 0 = 0.02 on a GPU, 0.2 on a CPU.")
     ] = 0.0,
     agentkv_say_phase: Annotated[str, typer.Option(help="Phase of visible text: others, act or think.")] = "others",
+    agentkv_policy: Annotated[str, typer.Option(help="Policy of turns that name none.")] = "agentkv",
+    agentkv_policies: Annotated[
+        str,
+        typer.Option(
+            help="Policies served beside it, comma-separated; the query rings are sized for the largest. "
+            "[default: those that need no larger ones]"
+        ),
+    ] = "",
+    agentkv_statistics: Annotated[
+        Path | None, typer.Option(help="The model's query statistics (agentkv calibrate), for triattention.")
+    ] = None,
+    agentkv_allow_forced: Annotated[
+        bool, typer.Option(help="Evaluation only: turns may say which tokens they yield.")
+    ] = False,
     agentkv_kernels: Annotated[str, typer.Option(help="triton, torch, or auto (by device).")] = "auto",
     agentkv_overlap: Annotated[
         bool | None,
@@ -115,10 +130,18 @@ def engine(
         max_sessions=agentkv_max_sessions,
         ring_share=agentkv_ring_share or (0.2 if cpu else 0.02),
         say_phase=agentkv_say_phase,
+        policy=agentkv_policy,
+        policies=tuple(name.strip() for name in agentkv_policies.split(",") if name.strip()),
+        allow_forced=agentkv_allow_forced,
+        statistics=str(agentkv_statistics.resolve()) if agentkv_statistics else "",
         kernels=agentkv_kernels,
         idle_seconds=agentkv_idle_seconds,
         dump_dir=os.environ.get("AGENTKV_DUMP", ""),
     )
+    try:
+        served_policies(config)
+    except PolicyError as error:
+        raise typer.BadParameter(str(error)) from None
     command = server_command(
         keys.to_environment(context.args), model_path, port, host, cpu=cpu, overlap=agentkv_overlap
     )
