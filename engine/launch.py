@@ -142,6 +142,10 @@ def engine(
         served_policies(config)
     except PolicyError as error:
         raise typer.BadParameter(str(error)) from None
+    if cpu:
+        # One core stays with the gateway and SGLang's other processes: a thread that has to share its core holds all
+        # others up at every barrier, and decoding slows down tenfold.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     command = server_command(
         keys.to_environment(context.args), model_path, port, host, cpu=cpu, overlap=agentkv_overlap
     )
