@@ -158,10 +158,10 @@ export class Strip {
     const label = view.labels[this.labels[at]];
     const phase = this.phase(at);
     const what = label === phase ? label : `${label} (${phase})`;
-    const text = `Token ${count(at)} of ${count(view.tokens)}, turn ${turn}, ${what}, ${held}`;
+    const text = `Token ${count(at + 1)} of ${count(view.tokens)}, turn ${turn}, ${what}, ${held}`;
     this.detail.textContent = text;
-    this.box.setAttribute("aria-valuemax", Math.max(0, view.tokens - 1));
-    this.box.setAttribute("aria-valuenow", at);
+    this.box.setAttribute("aria-valuemax", view.tokens);
+    this.box.setAttribute("aria-valuenow", at + 1);
     this.box.setAttribute("aria-valuetext", text);
     this.moved(at);
   }

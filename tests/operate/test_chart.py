@@ -108,7 +108,10 @@ def test_selectors_meet_their_pods_and_monitors_their_services(helm: Any) -> Non
         budget = one(objects, "PodDisruptionBudget", f"-{component}")["spec"]
         assert budget["selector"]["matchLabels"].items() <= labels.items() and budget["maxUnavailable"] == 1
         monitor = one(objects, "ServiceMonitor", f"-{component}")["spec"]
-        assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        measured = one(objects, "Service", "-gateway-metrics" if component == "gateway" else "-engine")
+        assert monitor["selector"]["matchLabels"].items() <= measured["metadata"]["labels"].items()
+        assert monitor["endpoints"][0]["port"] in [port["name"] for port in measured["spec"]["ports"]]
+        assert measured["spec"]["selector"].items() <= labels.items()
         assert monitor["endpoints"][0]["relabelings"] == [{"targetLabel": "job", "replacement": component}]
     policy = one(objects, "NetworkPolicy", "-engine")["spec"]
     gateway = one(objects, "Deployment", "-gateway")["spec"]["template"]["metadata"]["labels"]
