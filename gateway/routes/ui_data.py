@@ -51,11 +51,12 @@ async def events(request: Request) -> Response:
 
 async def _changes(runtime: Runtime, key: str | None) -> AsyncIterator[bytes]:
     last: dict[str, bytes] = {}
-    quiet = 0
+    quiet = total = 0
     while not runtime.stopping:
         fresh: dict[str, bytes] = {}
         try:
-            fresh["fleet"] = dumps(await fleet(runtime))
+            whole = await fleet(runtime)
+            total, fresh["fleet"] = whole["total"], dumps(whole)
             found = await session_of(runtime, key) if key else None
             if found:
                 view = await session_view(runtime, found[0])
@@ -69,7 +70,8 @@ async def _changes(runtime: Runtime, key: str | None) -> AsyncIterator[bytes]:
             yield b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
         if quiet and quiet % _PING == 0:
             yield b": still here\n\n"
-        await asyncio.sleep(_EVERY)
+        # Listing many sessions costs the store something: the more there are, the fewer looks.
+        await asyncio.sleep(_EVERY * (1 + total // 1000))
 
 
 async def _session(runtime: Runtime, key: str) -> tuple[Session, bool]:

@@ -82,6 +82,9 @@ def agentkv_lines() -> list[tuple[str, list[str]]]:
     for document in DOCUMENTS:
         for inline in re.findall(r"`((?:\.venv/bin/)?agentkv [^`\n]+)`", document.read_text()):
             found.append((document.name, re.sub(r"[…]|\.\.\.", "", inline).split()))
+        # Indented commands: benchmarks of hours, whose runs are told in the same document.
+        for line in re.findall(r"^    (?:[A-Z_]+=\S+ )*(agentkv .*(?:\\\n.*)*)", document.read_text(), re.M):
+            found.append((document.name, re.sub(r"\s[#>|].*", "", line.replace("\\\n", " ")).split()))
     return [(name, words[1:]) for name, words in found if words[0].rpartition("/")[2] == "agentkv"]
 
 
