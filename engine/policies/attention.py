@@ -6,6 +6,8 @@ model computes it: a query does not see what came after it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,32 +16,42 @@ from agentkv_serve.engine.policies.base import Window
 _PAIRS = 1 << 24  # attention weights made at a time: 64 MiB
 
 
-def received_attention(window: Window, weights: Tensor) -> Tensor:
-    """[L, Hkv, N] fp32: sum over the queries u of weights[u] x the mean over the GQA group of their softmax attention.
+def causal_attention(window: Window, chosen: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Softmax attention of buffered queries over the window, layer by layer, a part of the queries at a time.
 
     Args:
-        weights: [R] fp32, 0 = leave the query out.
+        chosen: [R] bool ring entries.
+
+    Yields:
+        (layer, [U] ring entries, [Hkv, U, G, N] fp32 attention of each query head of the KV heads' groups).
     """
     assert window.query_positions is not None
     where = window.query_positions.to(window.device)
     layers, kv_heads, count = window.positions.shape
-    received = torch.zeros(layers, kv_heads, count, device=window.device)
-    used = (weights > 0).nonzero()[:, 0]
-    if not used.numel():
-        return received
+    used = chosen.nonzero()[:, 0]
     group = window.queries.shape[2] // kv_heads
-    step = max(1, _PAIRS // (kv_heads * group * count))
-    for layer in range(layers):
+    step = max(1, _PAIRS // (kv_heads * group * max(count, 1)))
+    for layer in range(layers if used.numel() else 0):
         keys = window.k_buffers[layer].index_select(0, window.slots).float().permute(1, 2, 0)  # [Hkv, D, N]
-        for part in used.split(step):
+        for part in torch.split(used, step):
             queries = window.queries[layer, part].float() * window.scale
             grouped = queries.view(len(part), kv_heads, group, -1).permute(1, 0, 2, 3)  # [Hkv, U, G, D]
             logits = (grouped.flatten(1, 2) @ keys).view(kv_heads, len(part), group, count)
             later = window.positions[layer][:, None] > where[part][None, :, None]  # [Hkv, U, N]
             attention = logits.masked_fill(later[:, :, None], -torch.inf).softmax(-1)
             # A query older than every entry that is left saw none of them.
-            attention = attention.nan_to_num(nan=0.0).mean(2)
-            received[layer] += torch.einsum("hun,u->hn", attention, weights[part])
+            yield layer, part, attention.nan_to_num(nan=0.0)
+
+
+def received_attention(window: Window, weights: Tensor) -> Tensor:
+    """[L, Hkv, N] fp32: sum over the queries u of weights[u] x the mean over the GQA group of their softmax attention.
+
+    Args:
+        weights: [R] fp32, 0 = leave the query out.
+    """
+    received = torch.zeros(window.positions.shape, device=window.device)
+    for layer, part, attention in causal_attention(window, weights > 0):
+        received[layer] += torch.einsum("hun,u->hn", attention.mean(2), weights[part])
     return received
 
 
