@@ -39,9 +39,12 @@ def test_only_the_gateway_and_the_dashboards_are_published_and_on_loopback() -> 
     assert set(published) == {"gateway", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     networks = compose()["networks"]
-    assert all(networks[name]["internal"] for name in ("engines", "store", "metrics"))
+    assert all(networks[name]["internal"] for name in ("engines", "store"))
     assert SERVICES["valkey"]["networks"] == ["store"]
     assert SERVICES["engine"]["networks"] == ["engines"]
+    # Names resolve to an address for each network in common: Prometheus must find every target once.
+    seen = set(SERVICES["prometheus"]["networks"])
+    assert all(len(seen & set(SERVICES[name]["networks"])) == 1 for name in (*OURS, "grafana"))
 
 
 def test_profiles_choose_one_engine_and_the_default_is_safe() -> None:
