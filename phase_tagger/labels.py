@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from types import MappingProxyType
-
-import numpy as np
-import numpy.typing as npt
 
 
 class Label(IntEnum):
@@ -70,12 +66,6 @@ def runs_of(labels: Sequence[Label | int], start: int = 0) -> list[Run]:
             runs.append((start + begin, start + index, Label(labels[begin])))
             begin = index
     return runs
-
-
-def runs_of_array(labels: npt.NDArray[np.int8]) -> list[Run]:
-    """As `runs_of`, of an int8 array, from position 0."""
-    bounds = [0, *(np.flatnonzero(labels[1:] != labels[:-1]) + 1).tolist(), len(labels)]
-    return [(begin, end, Label(int(labels[begin]))) for begin, end in pairwise(bounds) if end > begin]
 
 
 def labels_of(runs: Iterable[Run]) -> list[Label]:

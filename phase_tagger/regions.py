@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .families.family import Family
-from .labels import Label
+from .labels import Label, Run
 from .sentinels import Field
 
 # What control tokens look like, for templates of no known family.
@@ -222,23 +222,30 @@ class CharRuns:
         starts = np.concatenate(edges)
         return cls(starts, labels[starts])
 
-    def tokens(self, starts: npt.NDArray[np.int32], end: int) -> CharLabels:
-        """Labels `[n]` of tokens that start at the characters `starts` int32 `[n]`, the last up to `end`.
+    def tokens(self, starts: npt.NDArray[np.int32], end: int) -> list[Run]:
+        """Runs of tokens that start at the characters `starts` int32 `[n]`, n > 0, the last up to `end`.
 
         A token takes the label of the first character that it covers and that is not glue; the pieces of one
         character share its label.
         """
-        chosen = self.labels[np.searchsorted(self.starts, starts, "right") - 1]
-        first, last = np.searchsorted(self.starts, (starts[0], end - 1), "right")
-        for run in range(int(first), int(last)):
-            # A token that begins in glue and reaches into this run belongs to it.
-            begin = self.starts[run]
-            after = int(np.searchsorted(starts, begin))
-            ends_here = after < len(starts) and starts[after] == begin
-            if self.labels[run] != Label.GLUE and not ends_here and chosen[after - 1] == Label.GLUE:
-                same = np.searchsorted(starts, starts[after - 1])
-                chosen[same:after] = self.labels[run]
-        return chosen
+        first, last = np.searchsorted(self.starts, (starts[0], end - 1), "right").tolist()
+        begins = self.starts[first:last]
+        firsts = np.searchsorted(starts, begins).tolist()
+        labels = self.labels[first - 1 : last].tolist()
+        count = len(starts)
+        found: list[tuple[int, int]] = [(0, labels[0])]  # first token and label of each run
+        for begin, after, label in zip(begins.tolist(), firsts, labels[1:], strict=True):
+            at = after
+            if label != Label.GLUE and not (after < count and starts[after] == begin):
+                before = next(known for token, known in reversed(found) if token < after)
+                if before == Label.GLUE:  # a token that begins in glue and reaches into this run belongs to it
+                    at = int(np.searchsorted(starts, starts[after - 1]))
+            while found and found[-1][0] >= at:
+                found.pop()
+            if at < count and not (found and found[-1][1] == label):
+                found.append((at, label))
+        edges = [*(token for token, _ in found[1:]), count]
+        return [(token, edge, Label(label)) for (token, label), edge in zip(found, edges, strict=True)]
 
 
 def _either(texts: tuple[str, ...]) -> re.Pattern[str]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from .chat_format import ChatFormat
 from .families.family import Family
 from .formats.chat import Conversation, Dialect, JsonObject, Message, Segment, read_messages
-from .labels import Label, Run, extend_runs, runs_of_array, shift_runs
+from .labels import Label, Run, extend_runs, shift_runs
 from .printer import Confidence, Printed, Printer
 from .regions import CharRuns, Regions
 from .skeleton import Window, shape_of
@@ -291,8 +291,7 @@ def _tokenise(
     places = np.zeros(len(edges), np.int64)
     for numbers, starts, end in chat.vocabulary.pieces(text):
         if len(numbers):
-            piece = runs_of_array(characters.tokens(starts, end))
-            extend_runs(runs, shift_runs(piece, offset + len(ids)))
+            extend_runs(runs, shift_runs(characters.tokens(starts, end), offset + len(ids)))
             places += np.searchsorted(starts, edges)
             ids.frombytes(numbers.tobytes())
     return np.frombuffer(ids, np.int32), runs, places

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from agentkv_serve.phase_tagger import Label, TokenizerError, Vocabulary, vocabulary
-from agentkv_serve.phase_tagger.labels import runs_of_array
+from agentkv_serve.phase_tagger.labels import check_runs, labels_of
 from agentkv_serve.phase_tagger.regions import CharRuns
 
 from .tiny import tiny_tokenizer
@@ -112,17 +112,24 @@ LETTERS = {"G": Label.GLUE, "I": Label.INPUT, "T": Label.TOOL}
 def test_from_characters_to_tokens(characters: str, starts: list[int], expected: str) -> None:
     runs = CharRuns.of(np.array([LETTERS[letter] for letter in characters], np.int8))
     found = runs.tokens(np.array(starts, np.int32), len(characters))
-    assert found.tolist() == [LETTERS[letter] for letter in expected]
+    assert labels_of(found) == [LETTERS[letter] for letter in expected]
+    check_runs(found, len(starts))
+
+
+@given(st.lists(st.sampled_from("GIT"), min_size=1, max_size=12), st.data())
+def test_a_token_has_the_label_of_its_first_character_that_is_not_glue(letters: list[str], data: st.DataObject) -> None:
+    labels = [LETTERS[letter] for letter in letters]
+    starts = sorted(data.draw(st.lists(st.integers(0, len(letters) - 1), min_size=1, max_size=12)))
+    edges = [next((other for other in starts if other > start), len(letters)) for start in starts]
+    covered = [labels[start:edge] for start, edge in zip(starts, edges, strict=True)]
+    expected = [next((label for label in part if label is not Label.GLUE), Label.GLUE) for part in covered]
+    runs = CharRuns.of(np.array(labels, np.int8)).tokens(np.array(starts, np.int32), len(letters))
+    assert labels_of(runs) == expected
+    check_runs(runs, len(starts))
 
 
 def test_runs_of_long_arrays() -> None:
     labels = np.repeat(np.array([0, 3, 0, 5], np.int8), 20_000)
     runs = CharRuns.of(labels)
     assert runs.starts.tolist() == [0, 20_000, 40_000, 60_000] and runs.labels.tolist() == [0, 3, 0, 5]
-    assert [run[:2] for run in runs_of_array(labels)] == [
-        (0, 20_000),
-        (20_000, 40_000),
-        (40_000, 60_000),
-        (60_000, 80_000),
-    ]
     assert len(CharRuns.of(labels[:0]).starts) == 0
