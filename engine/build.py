@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from agentkv_serve.engine import runtime as runtime_module
+from agentkv_serve.engine import served
 from agentkv_serve.engine.automata import AutomatonBank
 from agentkv_serve.engine.config import EngineConfig
 from agentkv_serve.engine.metrics import WorkerMetrics
+from agentkv_serve.engine.policies import AutoBudget, Policy, Rope
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import SessionTable
 from agentkv_serve.engine.state import ModelShape, SessionSlots
@@ -47,33 +49,49 @@ def ensure_runtime(runner: Any) -> Runtime:
     config = EngineConfig.load()
     shape, layer_index = model_shape(runner)
     rows = runner.req_to_token_pool.req_to_token.shape[0]
-    slots = config.max_sessions or _session_slots(runner, config, shape, rows)
+    policies, rope = _policies(runner, config, shape)
+    ring_queries = max(policy.ring_queries for policy in policies.values())
+    slots = config.max_sessions or _session_slots(runner, config, shape, rows, ring_queries)
     device = shape.device
     runtime = Runtime(
         config=config,
         shape=shape,
-        slots=SessionSlots(shape, rows=rows, slots=slots, ring_queries=config.ring_queries),
+        slots=SessionSlots(
+            shape,
+            rows=rows,
+            slots=slots,
+            ring_queries=ring_queries,
+            rings=max(len(policy.samplers) for policy in policies.values()),
+        ),
         sessions=SessionTable(config.tombstone_seconds),
         automata=AutomatonBank(_tokenizer(runner), device),
         layer_index=layer_index,
         kv_pool=runner.token_to_kv_pool,
         req_to_token=runner.req_to_token_pool.req_to_token,
         backend=_kernels(config, device),
+        policies=policies,
+        rope=rope,
+        auto=AutoBudget(epsilon=config.auto_epsilon, floor=config.auto_floor),
         metrics=WorkerMetrics(reports=_reports()),
     )
-    runtime.metrics.started(runtime.slots.nbytes)
+    # Positions (int32) and notes (fp32) of kept entries are made at each compaction; at most the whole pool has them.
+    carries = any(policy.carries for policy in policies.values())
+    entries = runner.max_total_num_tokens * len(shape.attention_layers) * shape.kv_heads
+    auxiliary = runtime.slots.nbytes + 4 * (1 + carries) * entries
+    runtime.metrics.started(auxiliary)
     runtime_module.install(runtime)
     pool_bytes = runner.max_total_num_tokens * shape.token_bytes()
     logger.info(
         "AgentKV cache: %d attention layers, %d KV heads of %d, %d session slots, auxiliary memory %.1f MiB (%.2f%% of "
-        "the KV pool), %s kernels",
+        "the KV pool), %s kernels, policies %s",
         len(shape.attention_layers),
         shape.kv_heads,
         shape.head_dim,
         slots,
-        runtime.slots.nbytes / 2**20,
-        100 * runtime.slots.nbytes / pool_bytes,
+        auxiliary / 2**20,
+        100 * auxiliary / pool_bytes,
         runtime.backend,
+        ", ".join(policies),
     )
     return runtime
 
@@ -138,10 +156,20 @@ LEAST_BUDGET = 128
 """Smallest budget that the gateway allows: more sessions than the pool holds at it are of no use."""
 
 
-def _session_slots(runner: Any, config: EngineConfig, shape: ModelShape, rows: int) -> int:
+def _policies(runner: Any, config: EngineConfig, shape: ModelShape) -> tuple[dict[str, Policy], Rope | None]:
+    """The policies that this rank serves, and the model's rotation if one of them asks for it."""
+    from sglang.srt.runtime_context import get_parallel
+
+    policies = served.served_policies(config)
+    needed = any(policy.needs_rope for policy in policies.values())
+    rope = served.model_rope(runner.model, runner.model_config.hf_config).to(shape.device) if needed else None
+    return served.of_model(policies, shape, get_parallel().tp_rank, rope), rope
+
+
+def _session_slots(runner: Any, config: EngineConfig, shape: ModelShape, rows: int, ring_queries: int) -> int:
     """As many as the rings' share of the KV pool allows, but no more than the pool can hold."""
     pool_bytes = runner.max_total_num_tokens * shape.token_bytes()
-    ring_bytes = len(shape.attention_layers) * config.ring_queries * shape.query_heads * shape.head_dim
+    ring_bytes = len(shape.attention_layers) * max(1, ring_queries) * shape.query_heads * shape.head_dim
     afforded = int(config.ring_share * pool_bytes / (ring_bytes * shape.dtype.itemsize))
     useful = runner.max_total_num_tokens // (LEAST_BUDGET + config.compress_every)
     return int(max(1, min(rows, useful, afforded)))

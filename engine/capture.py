@@ -14,12 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentkv_serve.engine.policies.base import KEEP_LAST
+from agentkv_serve.engine.policies.sampler import KEEP_LAST, Sampler, entry_positions
 from agentkv_serve.kernels import capture as capture_kernel
 from agentkv_serve.kernels import phase_step
 
 if TYPE_CHECKING:
     from agentkv_serve.engine.runtime import Runtime
+    from agentkv_serve.engine.sessions import KvState
     from agentkv_serve.engine.state import SessionSlots
 
 
@@ -39,43 +40,34 @@ class ExtendPiece:
 
     slot: int
     offset: int  # its first row in the batch's query tensor
-    labels: npt.NDArray[np.int8]  # [n] labels of the tokens that are extended
-    table: tuple[int, ...]
-    capacity: int
-    last_ring: int = 0
-
-
-def rings_of(labels: npt.NDArray[np.int8], table: tuple[int, ...], last: int) -> npt.NDArray[np.int64]:
-    """[n] ring of each token; labels that keep the last ring take the one of the token before (at first, `last`)."""
-    rings = np.asarray(table, dtype=np.int64)[labels]
-    known = rings != KEEP_LAST
-    if known.all():
-        return rings
-    source = np.maximum.accumulate(np.where(known, np.arange(len(rings)), -1))
-    return np.where(source >= 0, rings[source], last)
+    first: int  # position of its first token
+    rings: npt.NDArray[np.int64]  # [n] ring of every token of the session up to the piece's last; negative = none
+    samplers: tuple[Sampler, ...]
 
 
 def plan_extend(slots: SessionSlots, pieces: list[ExtendPiece]) -> CapturePlan | None:
-    """The newest `capacity` tokens of each ring in each piece. Advances the rings' write counts."""
-    source, slot, ring, rank = [], [], [], []
+    """The tokens of each piece whose queries the rings hold after it. Sets the rings' write counts."""
+    source, slot, place = [], [], []
     for piece in pieces:
-        rings = rings_of(piece.labels, piece.table, piece.last_ring)
-        for number in np.unique(rings):
-            newest = np.flatnonzero(rings == number)[-piece.capacity :]
-            source.append(newest + piece.offset)
-            slot.append(np.full(len(newest), piece.slot))
-            ring.append(np.full(len(newest), number))
-            rank.append(np.arange(len(newest)))
-        slots.last_ring[piece.slot] = int(rings[-1])
+        base, counts = 0, []
+        for ring, sampler in enumerate(piece.samplers):
+            tokens = np.flatnonzero(piece.rings == ring)
+            held = sampler.held(len(tokens))
+            fresh = np.flatnonzero(held >= np.searchsorted(tokens, piece.first))
+            source.append(tokens[held[fresh]] - piece.first + piece.offset)
+            slot.append(np.full(len(fresh), piece.slot))
+            place.append(fresh + base)
+            base += sampler.capacity
+            counts.append(len(tokens))
+        if counts:
+            slots.written[piece.slot, : len(counts)] = slots.written.new_tensor(counts)
+        slots.last_ring[piece.slot] = int(piece.rings[-1])
     if not source:
         return None
-    device = slots.ring.device
-    columns = [torch.from_numpy(np.concatenate(part)).to(device) for part in (source, slot, ring, rank)]
-    source_t, slot_t, ring_t, rank_t = columns
-    capacity = slots.capacity[slot_t]
-    place = ring_t * capacity + (slots.written[slot_t, ring_t] + rank_t) % capacity
-    slots.written.index_put_((slot_t, ring_t), torch.ones_like(ring_t), accumulate=True)
-    return CapturePlan(source_t, slot_t, place, torch.zeros_like(place))
+    source_t, slot_t, place_t = (
+        torch.from_numpy(np.concatenate(part)).to(slots.ring.device) for part in (source, slot, place)
+    )
+    return CapturePlan(source_t, slot_t, place_t, torch.zeros_like(place_t))
 
 
 def plan_decode(runtime: Runtime, rows: Tensor, input_ids: Tensor) -> CapturePlan:
@@ -93,10 +85,32 @@ def plan_decode(runtime: Runtime, rows: Tensor, input_ids: Tensor) -> CapturePla
     ring = slots.table[slot, label.to(torch.int64)]
     ring = torch.where(ring == KEEP_LAST, slots.last_ring[slot], ring)
     slots.last_ring[slot] = ring
-    capacity = slots.capacity[slot]
-    place = ring * capacity + slots.written[slot, ring] % capacity
-    slots.written[slot, ring] = slots.written[slot, ring] + 1
-    return CapturePlan(None, slot, place, torch.zeros_like(place))
+    captured = ring >= 0
+    ring = ring.clamp(min=0)
+    first, newest, strided, stride = slots.layout[slot, ring].unbind(-1)
+    number = slots.written[slot, ring]
+    slots.written[slot, ring] = number + captured
+    # The place of the ring's token `number`, as in `Sampler`.
+    passed = (number + 1) // stride
+    apart = (number + 1) % stride == 0
+    place = first + torch.where(apart, newest + (passed - 1) % strided, (number - passed) % newest)
+    return CapturePlan(None, torch.where(captured, slot, 0), place, torch.zeros_like(place))
+
+
+def ring_positions(
+    runtime: Runtime, state: KvState, labels: npt.NDArray[np.int8], length: int
+) -> npt.NDArray[np.int64]:
+    """[R] position of the token whose query stands at each ring entry of a session, -1 = empty.
+
+    Args:
+        labels: of all tokens whose forward was launched. Those beyond `length` do not count, but they have taken the
+            places of older ones.
+    """
+    policy = runtime.policies[state.policy]
+    table = policy.ring_table(runtime.config.say_phase)
+    where = entry_positions(state.captured_labels(labels), policy.samplers, table, state.uncaptured)
+    where[where >= length] = -1
+    return where
 
 
 def capture(runtime: Runtime, layer_id: int, queries: Tensor) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from agentkv_serve.engine import dump
-from agentkv_serve.engine.policies import Window, get_policy
+from agentkv_serve.engine.capture import ring_positions
+from agentkv_serve.engine.policies import Window
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import Compaction, KvState, SessionRecord
-from agentkv_serve.kernels import compact, select
+from agentkv_serve.kernels import compact
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,15 @@ def window_positions(kv: KvState, shape: tuple[int, int], length: int, device: t
     return tail if kv.kept is None else torch.cat((kv.kept, tail), dim=-1)
 
 
-def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budget: int, length: int) -> bool:
+def compress(
+    runtime: Runtime,
+    record: SessionRecord,
+    holder: Any,
+    kv: Any,
+    budget: int,
+    length: int,
+    labels: npt.NDArray[np.int8],
+) -> bool:
     """Compresses a session's record to its budget. Returns whether anything was done.
 
     Mutates the KV pool, the req_to_token row, the allocator, and the tree lock of `holder` (SGLang's session slot or
@@ -50,6 +62,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
         budget: KV tokens per layer and KV head to keep. With pages, up to page - 1 more stay.
         length: L, the session's tokens whose keys and values are in the pool or on their way there. The row may hold
             more: slots of a prefill chunk that comes next.
+        labels: [L or more] fine label of every token whose forward was launched.
 
     Raises:
         NoRoomError: the shared prefix is unlocked and the row may not be used again; release the session.
@@ -67,10 +80,9 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
         return False
     row = runtime.req_to_token[kv.req_pool_idx]
     source = row[start:length].to(torch.int64)  # a copy: the row is rewritten below
-    window = _window(runtime, state, source, length)
-    policy = get_policy(state.policy)
-    protected = policy.protected(len(source), source.device)
-    kept = select.top_keep(policy.scores(window), length - new_start, protected, backend=runtime.backend)
+    window = session_window(runtime, record, source, length, length - new_start, labels)
+    choice = runtime.policies[state.policy].choose(window)
+    kept = choice.kept
 
     staged = None
     if new_start < shared:
@@ -98,6 +110,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
         for buffer, rows in zip((*window.k_buffers, *window.v_buffers), staged, strict=True):
             buffer[target] = rows
     state.kept = window.positions.gather(-1, kept)
+    state.carry, state.since = choice.carry, length
     first_owned = max(start, shared)
     if new_start > first_owned:
         allocator.free(source[first_owned - start : new_start - start])
@@ -107,7 +120,7 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     record.compactions.append(Compaction(record.epoch, length, length - start, length - new_start))
     runtime.metrics.compacted(mark)
     if runtime.config.dump_dir:
-        dump.compaction(runtime, record, window, length, start)
+        dump.compaction(runtime, record, window, start)
     logger.debug(
         "session %s: %d tokens, window %d -> %d, %.1f ms",
         record.key[:8],
@@ -119,19 +132,68 @@ def compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, budg
     return True
 
 
-def _window(runtime: Runtime, state: KvState, source: Tensor, length: int) -> Window:
+def choose_budget(
+    runtime: Runtime, record: SessionRecord, kv: Any, cap: int, length: int, labels: npt.NDArray[np.int8]
+) -> int:
+    """Budget auto: the smallest budget that is predicted to lose little, noted as the one in force.
+
+    Where nothing can go, what the session holds is noted instead, so that it is asked again as it grows. Arguments as
+    in `compress`.
+    """
+    state = record.kv
+    assert state is not None
+    source = runtime.req_to_token[kv.req_pool_idx, state.start : length].to(torch.int64)
+    window = session_window(runtime, record, source, length, min(cap, len(source)), labels)
+    budget = runtime.auto.choose(runtime.policies[state.policy], window, min(cap, len(source)), pressure(runtime))
+    state.budget = budget
+    return budget
+
+
+CROWDED = 0.75
+"""Share of the KV pool from which on budgets of `auto` sink."""
+
+
+def pressure(runtime: Runtime) -> float:
+    """0 = at most `CROWDED` of the pool's slots are in use, 1 = none is free."""
+    allocator = runtime.tree.token_to_kv_pool_allocator
+    free = allocator.available_size() + runtime.tree.evictable_size()
+    used = 1 - free / runtime.scheduler.max_total_num_tokens
+    return float(max(0.0, (used - CROWDED) / (1 - CROWDED)))
+
+
+def session_window(
+    runtime: Runtime, record: SessionRecord, source: Tensor, length: int, keep: int, labels: npt.NDArray[np.int8]
+) -> Window:
+    """The window that a policy sees of a session.
+
+    Args:
+        source: [N] pool slots of its row, from the first valid one.
+        length, labels: as in `compress`. keep: entries that will stay.
+    """
+    state = record.kv
+    assert state is not None
     layers = runtime.shape.attention_layers
-    policy = get_policy(state.policy)
-    slots = runtime.slots
+    positions = window_positions(state, (len(layers), runtime.shape.kv_heads), length, source.device)
+    policy = runtime.policies[state.policy]
+    where = ring_positions(runtime, state, labels, length)
+    carry = state.carry
+    if carry is not None:
+        carry = torch.cat((carry, carry.new_zeros(*carry.shape[:2], positions.shape[-1] - carry.shape[-1])), -1)
     return Window(
         k_buffers=[runtime.kv_pool.get_key_buffer(layer) for layer in layers],
         v_buffers=[runtime.kv_pool.get_value_buffer(layer) for layer in layers],
         slots=source,
-        positions=window_positions(state, (len(layers), runtime.shape.kv_heads), length, source.device),
-        queries=slots.ring[state.slot, :, 0],
-        valid=slots.valid_queries(state.slot, policy.ring_capacity, policy.rings),
+        positions=positions,
+        queries=runtime.slots.ring[state.slot, :, 0, : policy.ring_queries],
+        query_positions=torch.from_numpy(where),
+        labels=torch.from_numpy(state.captured_labels(labels)[:length]),
+        carry=carry,
         length=length,
+        since=state.since,
+        keep=keep,
         scale=runtime.shape.scale,
+        rope=runtime.rope,
+        seed=zlib.crc32(record.key.encode()) + (length << 32),
         backend=runtime.backend,
     )
 

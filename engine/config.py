@@ -26,12 +26,23 @@ class EngineConfig:
     """An idle session's state is released after this time."""
     tombstone_seconds: float = 3600.0
     """How long epochs of closed and lost sessions are remembered."""
-    ring_queries: int = 32
-    """Queries kept per session, layer and query head, over all phases (the paper's q)."""
+    policy: str = "agentkv"
+    """Policy of turns that name none."""
+    policies: tuple[str, ...] = ()
+    """Policies that are served beside it: the query rings are as large as the largest of them asks for. Empty = all
+    that ask for no more rings than `policy` does, and for no statistics."""
+    statistics: str = ""
+    """File of the model's query statistics (`agentkv calibrate`), for policies that need it."""
     say_phase: str = "others"
     """Phase that the assistant's visible text counts as: others, act or think."""
     kernels: str = "auto"
     """torch, triton, or auto (by device)."""
+    auto_epsilon: float = 0.02
+    """Budget auto: largest predicted share of sharp misses."""
+    auto_floor: int = 512
+    """Budget auto: the smallest budget that is chosen."""
+    allow_forced: bool = False
+    """Evaluation: turns may say which tokens they yield."""
     dump_dir: str = ""
     """Tests: write kept positions and queries of every compression there."""
 

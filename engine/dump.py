@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from agentkv_serve.engine.policies import get_policy
+from agentkv_serve.engine.capture import ring_positions
 
 if TYPE_CHECKING:
     from agentkv_serve.engine.policies import Window
@@ -19,47 +20,49 @@ if TYPE_CHECKING:
     from agentkv_serve.engine.sessions import SessionRecord
 
 
-def compaction(runtime: Runtime, record: SessionRecord, window: Window, length: int, old_start: int) -> None:
+def compaction(runtime: Runtime, record: SessionRecord, window: Window, old_start: int) -> None:
     """One compression: kept logical positions [L, Hkv, K], window bounds, the pool slots that the row still holds, and
     the rings that were scored with."""
     state = record.kv
-    assert state is not None and state.kept is not None
+    assert state is not None and state.kept is not None and window.query_positions is not None
     _write(
         runtime,
         record,
         "",
-        length=length,
+        window.query_positions.numpy(),
+        length=window.length,
         old_start=old_start,
         start=state.start,
         prefix=state.uncaptured,
         kept=state.kept.cpu().numpy(),
-        slots=runtime.req_to_token[state.row, state.start : length].cpu().numpy(),
+        slots=runtime.req_to_token[state.row, state.start : window.length].cpu().numpy(),
     )
 
 
-def turn_end(runtime: Runtime, record: SessionRecord, length: int) -> None:
-    """The rings of a session at the end of a turn."""
+def turn_end(runtime: Runtime, record: SessionRecord, length: int, labels: npt.NDArray[np.int8]) -> None:
+    """The rings of a session at the end of a turn. labels: of all tokens whose forward was launched."""
     if record.kv is not None:
-        _write(runtime, record, "ring-", length=length)
+        _write(runtime, record, "ring-", ring_positions(runtime, record.kv, labels, length), length=length)
 
 
-def _write(runtime: Runtime, record: SessionRecord, kind: str, **arrays: Any) -> None:
+def _write(runtime: Runtime, record: SessionRecord, kind: str, where: npt.NDArray[np.int64], **arrays: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     rank = get_parallel().tp_rank
     state = record.kv
     assert state is not None
-    policy = get_policy(state.policy)
-    rings, capacity = policy.rings, policy.ring_capacity
-    queries = runtime.slots.ring[state.slot, :, 0, : rings * capacity].float().cpu().numpy()
-    valid = runtime.slots.valid_queries(state.slot, capacity, rings)[: rings * capacity].cpu().numpy()
+    queries = runtime.slots.ring[state.slot, :, 0, : len(where)].float().cpu().numpy()
+    samplers = runtime.policies[state.policy].samplers
+    alike = len({sampler.capacity for sampler in samplers}) == 1
+    shape = (len(samplers), samplers[0].capacity) if alike else (1, len(where))
     folder = Path(runtime.config.dump_dir, f"rank{rank}" if rank else "")
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(
         folder / f"{kind}{runtime.dumped:06d}-{record.key[:16]}.npz",
         session=record.key,
-        queries=queries.reshape(queries.shape[0], rings, capacity, *queries.shape[2:]),
-        valid=valid.reshape(rings, capacity),
+        queries=queries.reshape(queries.shape[0], *shape, *queries.shape[2:]),
+        valid=(where >= 0).reshape(shape),
+        query_positions=where.reshape(shape),
         **arrays,
     )
     runtime.dumped += 1

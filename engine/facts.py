@@ -38,6 +38,7 @@ def settle(runtime: Runtime, record: SessionRecord, turn: Turn, kv: Any, logical
         evicted=start,
         prefill=turn.prefill or 0,
         phases=phase_counts(runtime, record, length),
+        budget=turn.budget(record, runtime.auto.floor) if turn.compresses else 0,
     )
 
 

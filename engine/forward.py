@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentkv_serve.engine import reclaim
-from agentkv_serve.engine.capture import ExtendPiece, plan_extend, rings_of
+from agentkv_serve.engine import forced, reclaim
+from agentkv_serve.engine.capture import ExtendPiece, plan_extend
+from agentkv_serve.engine.policies.sampler import NO_RING, rings_of
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import KvState
 from agentkv_serve.engine.turn import Checkpoint, Turn, turn_of
-from agentkv_serve.phase_tagger import Phase
 
 
 def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
@@ -17,7 +17,7 @@ def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
     runtime.plan = None
     runtime.force_window = False
     runtime.starts = [runtime.start_of(req.kv) for req in batch.reqs or ()]
-    pieces = []
+    pieces, given = [], []
     offset = 0
     for index, req in enumerate(batch.reqs or ()):
         turn = turn_of(req)
@@ -25,17 +25,20 @@ def plan_forward(runtime: Runtime, batch: Any, extends: bool) -> None:
         if turn is not None:
             runtime.force_window |= turn.spec.force_window
             turn.launched = batch.prefix_lens[index] + count if extends else req.kv.kv_committed_len
+            if turn.spec.force_ids and (number := forced.next_id(turn)) is not None:
+                given.append((index, number))
             if extends:
                 piece = _extend_piece(runtime, req, turn, batch.prefix_lens[index], count, offset)
                 if piece is not None:
                     pieces.append(piece)
         offset += count
+    runtime.forced = forced.gather(given, runtime.shape.device)
     if pieces:
         runtime.plan = plan_extend(runtime.slots, pieces)
 
 
 def _extend_piece(runtime: Runtime, req: Any, turn: Turn, prefix: int, count: int, offset: int) -> ExtendPiece | None:
-    state = _bind(runtime, req, turn, prefix) if turn.compresses else None
+    state = _bind(runtime, req, turn, prefix) if turn.compresses else _bound(runtime, turn)
     if turn.prefill is None:
         turn.prefill = len(turn.prompt) - prefix
         if turn.state == "resumed":
@@ -43,19 +46,12 @@ def _extend_piece(runtime: Runtime, req: Any, turn: Turn, prefix: int, count: in
             turn.checkpoint = Checkpoint(prefix, rings)
     if state is None:
         return None
-    labels = turn.labels(req.output_ids, runtime.automata)
     runtime.slots.automaton[state.slot] = turn.automaton
-    policy = turn.policy
-    table = policy.ring_table(runtime.config.say_phase)
-    before = rings_of(labels[:prefix], table, Phase.OTHERS)
-    return ExtendPiece(
-        slot=state.slot,
-        offset=offset,
-        labels=labels[prefix : prefix + count],
-        table=table,
-        capacity=policy.ring_capacity,
-        last_ring=int(before[-1]) if prefix else Phase.OTHERS,
-    )
+    policy = runtime.policies[state.policy]
+    labels = state.captured_labels(turn.labels(req.output_ids, runtime.automata))[: prefix + count]
+    of_token = rings_of(labels, policy.ring_table(runtime.config.say_phase))
+    of_token[: state.uncaptured] = NO_RING
+    return ExtendPiece(state.slot, offset, prefix, of_token, policy.samplers)
 
 
 def _bind(runtime: Runtime, req: Any, turn: Turn, prefix: int) -> KvState:
@@ -74,8 +70,13 @@ def _bind(runtime: Runtime, req: Any, turn: Turn, prefix: int) -> KvState:
     state = record.kv
     assert state is not None and state.row == row
     if state.policy != turn.policy.name:
-        state.policy = turn.policy.name
+        state.policy, state.carry, state.uncaptured = turn.policy.name, None, prefix
         slots.clear(state.slot)
-    slots.table[state.slot] = slots.table.new_tensor(turn.policy.ring_table(runtime.config.say_phase))
-    slots.capacity[state.slot] = turn.policy.ring_capacity
+    slots.lay_out(state.slot, turn.policy.samplers, turn.policy.ring_table(runtime.config.say_phase))
     return state
+
+
+def _bound(runtime: Runtime, turn: Turn) -> KvState | None:
+    """The KV state of a session that this turn will not compress: its queries are captured as before."""
+    record = runtime.sessions.get(turn.spec.session)
+    return None if record is None else record.kv

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from agentkv_serve.engine import admission, forward, intake, keys, kv_map, progress, reclaim
+from agentkv_serve.engine import admission, forced, forward, intake, keys, kv_map, progress, reclaim
 from agentkv_serve.engine import runtime as runtime_module
 from agentkv_serve.engine.turn import turn_of
 from agentkv_serve.engine.wire import WireError
@@ -252,6 +252,7 @@ HOOKS: tuple[tuple[str, str, Any], ...] = (
     ("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", "after", after_init_new),
     (f"{_STREAMER}.stream_output", "before", before_stream_output),
     (f"{_STREAMER}.get_cached_tokens_details", "after", after_cached_tokens_details),
+    ("sglang.srt.layers.sampler.Sampler.forward", "around", forced.around_sampler_forward),
     (f"{_POOL_STATS}.kv_private_tokens", "around", around_kv_private_tokens),
     ("sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free", "before", before_row_free),
     (f"{_ALLOCATOR}.evict_to_free_tokens", "after", after_evict_to_free_tokens),

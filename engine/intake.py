@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from http import HTTPStatus
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
 
 from agentkv_serve.engine import admission, reclaim
-from agentkv_serve.engine.policies import get_policy
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.turn import ATTRIBUTE, Turn
 from agentkv_serve.engine.wire import TurnSpec, WireError, parse_turn
@@ -44,15 +44,24 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
         raise WireError("bad_request", "input_embeds cannot be a session's turn: a session is known by its token ids")
     if (request.sampling_params.beam_width or 1) > 1:
         raise WireError("bad_request", "a session follows one answer: send beam_width > 1 without the agentkv field")
+    spec = dataclasses.replace(spec, policy=spec.policy or runtime.config.policy)
+    policy = runtime.policies.get(spec.policy)
+    if policy is None:
+        raise WireError(
+            "bad_request",
+            f"this worker does not serve the policy {spec.policy!r}, only {', '.join(runtime.policies)}; start it with "
+            f"--agentkv-policies",
+        )
     try:
-        policy = get_policy(spec.policy)
         initial = runtime.automata.initial(spec.family, spec.initial)
     except KeyError as error:
         raise WireError("bad_request", str(error.args[0])) from None
     if policy.compresses and spec.budget:
-        least = policy.sinks + policy.recent + 1
+        least = policy.least_budget
         if spec.budget < least:
             raise WireError("budget", f"budget {spec.budget} is below {least}, the least that {policy.name} can keep")
+    if spec.force_ids:
+        _check_forced(runtime, spec)
     record = runtime.sessions.fence(spec)
     controller = runtime.scheduler.session_controller
     session = controller.get(spec.session)
@@ -86,6 +95,14 @@ def begin_turn(runtime: Runtime, request: Any) -> Turn | None:
     record.running = request.rid
     request.session_params = SessionParams(id=spec.session)
     return turn
+
+
+def _check_forced(runtime: Runtime, spec: TurnSpec) -> None:
+    if not runtime.config.allow_forced:
+        raise WireError("bad_request", "force_ids is for evaluation: start the worker with --agentkv-allow-forced")
+    vocabulary = int(runtime.scheduler.model_config.vocab_size)
+    if max(spec.force_ids) >= vocabulary:
+        raise WireError("bad_request", f"force_ids must be below {vocabulary}, the model's vocabulary")
 
 
 def _resume(runtime: Runtime, session: Any, spec: TurnSpec, request: Any, prompt: Any) -> str | None:

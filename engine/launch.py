@@ -99,6 +99,10 @@ def engine(
     agentkv_statistics: Annotated[
         Path | None, typer.Option(help="The model's query statistics (agentkv calibrate), for triattention.")
     ] = None,
+    agentkv_auto_epsilon: Annotated[
+        float, typer.Option(help="Budget auto: largest predicted share of sharp misses.", min=0.0, max=1.0)
+    ] = 0.02,
+    agentkv_auto_floor: Annotated[int, typer.Option(help="Budget auto: the smallest budget.", min=1)] = 512,
     agentkv_allow_forced: Annotated[
         bool, typer.Option(help="Evaluation only: turns may say which tokens they yield.")
     ] = False,
@@ -132,6 +136,8 @@ def engine(
         say_phase=agentkv_say_phase,
         policy=agentkv_policy,
         policies=tuple(name.strip() for name in agentkv_policies.split(",") if name.strip()),
+        auto_epsilon=agentkv_auto_epsilon,
+        auto_floor=agentkv_auto_floor,
         allow_forced=agentkv_allow_forced,
         statistics=str(agentkv_statistics.resolve()) if agentkv_statistics else "",
         kernels=agentkv_kernels,

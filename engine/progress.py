@@ -5,10 +5,12 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from agentkv_serve.engine import dump, facts, reclaim
-from agentkv_serve.engine.compaction import NoRoomError, compress
+from agentkv_serve.engine.compaction import NoRoomError, choose_budget, compress
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import FinishedTurn, SessionRecord
 from agentkv_serve.engine.turn import Turn, turn_of
@@ -28,8 +30,10 @@ def after_step(runtime: Runtime, batch: Any) -> None:
         if not decodes and not turn.policy.compress_prefill:
             continue
         slack = runtime.config.compress_every if decodes else 1
-        if turn.launched - runtime.start_of(req.kv) >= turn.spec.budget + slack:
-            _compress_running(runtime, req, turn)
+        record = runtime.sessions.get(turn.spec.session)
+        assert record is not None
+        if turn.launched - runtime.start_of(req.kv) >= turn.budget(record, runtime.auto.floor) + slack:
+            _compress_running(runtime, record, req, turn)
 
 
 def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
@@ -46,17 +50,21 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         if facts.aborted(req) or slot is None or not slot.kv.holds_kv:
             continue
         record.lost = None
-        _forget_overshoot(runtime, record, turn, slot.kv)
         record.labels = turn.labels(req.output_ids, runtime.automata)
-        if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > turn.spec.budget:
+        labels = record.labels[: turn.launched]
+        budget = turn.budget(record, runtime.auto.floor)
+        if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > budget:
             with OutsideFreeGroup(runtime.tree.token_to_kv_pool_allocator):
                 try:
-                    _compress(runtime, record, slot, slot.kv, turn, int(slot.kv.kv_committed_len))
+                    _compress(runtime, record, slot, slot.kv, turn, int(slot.kv.kv_committed_len), labels)
                 except NoRoomError:
                     reclaim.release(runtime, record.key, "evicted")
                     continue
-        if runtime.config.dump_dir:
-            dump.turn_end(runtime, record, int(slot.kv.kv_committed_len))
+        if record.kv is not None:
+            length = int(slot.kv.kv_committed_len)
+            if runtime.config.dump_dir:
+                dump.turn_end(runtime, record, length, labels)
+            record.kv.labels = record.kv.captured_labels(labels)[:length]
         turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
         runtime.metrics.turn_ended(record, turn.facts)
         spec = turn.spec
@@ -115,36 +123,37 @@ def wait_for_forward(runtime: Runtime) -> None:
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
-def _forget_overshoot(runtime: Runtime, record: SessionRecord, turn: Turn, kv: Any) -> None:
-    """Under overlap a finished turn's last token has run already. Its place in the rings is written again by the next
-    turn, which runs that token once more; so the rings of a session do not depend on the schedule."""
-    if record.kv is None or turn.launched <= kv.kv_committed_len:
-        return
-    wait_for_forward(runtime)
-    runtime.slots.unwrite(record.kv.slot, turn.launched - int(kv.kv_committed_len))
-
-
 def _held(runtime: Runtime, kv: Any) -> int:
     return int(kv.kv_committed_len) - runtime.start_of(kv)
 
 
-def _compress_running(runtime: Runtime, req: Any, turn: Turn) -> None:
-    record = runtime.sessions.get(turn.spec.session)
-    assert record is not None
+def _compress_running(runtime: Runtime, record: SessionRecord, req: Any, turn: Turn) -> None:
     tree = runtime.tree
     if runtime.scheduler.chunked_req is req and not runtime.start_of(req.kv):
         # Between chunks nothing of the prompt is in the tree yet: publish it before the row becomes a mixture.
         tree.checkpoint(req, up_to=turn.launched)
     holder = tree.session.borrowed_slot(req) or req
     try:
-        _compress(runtime, record, holder, req.kv, turn, turn.launched)
+        labels = turn.labels(req.output_ids, runtime.automata)[: turn.launched]
+        _compress(runtime, record, holder, req.kv, turn, turn.launched, labels)
     except NoRoomError as error:
         req.to_finish = FINISH_ABORT(f"agentkv:no_room: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-def _compress(runtime: Runtime, record: SessionRecord, holder: Any, kv: Any, turn: Turn, length: int) -> None:
+def _compress(
+    runtime: Runtime,
+    record: SessionRecord,
+    holder: Any,
+    kv: Any,
+    turn: Turn,
+    length: int,
+    labels: npt.NDArray[np.int8],
+) -> None:
     wait_for_forward(runtime)
-    if compress(runtime, record, holder, kv, turn.spec.budget, length):
+    budget = turn.spec.budget
+    if turn.spec.auto:
+        budget = choose_budget(runtime, record, kv, turn.spec.budget, length, labels)
+    if compress(runtime, record, holder, kv, budget, length, labels):
         turn.compactions += 1
         turn.checkpoint = None
 

@@ -11,9 +11,10 @@ from agentkv_serve.engine.automata import AutomatonBank
 from agentkv_serve.engine.capture import CapturePlan
 from agentkv_serve.engine.config import EngineConfig
 from agentkv_serve.engine.metrics import WorkerMetrics
+from agentkv_serve.engine.policies import AutoBudget, Policy, Rope
 from agentkv_serve.engine.sessions import SessionTable
 from agentkv_serve.engine.state import ModelShape, SessionSlots
-from agentkv_serve.engine.turn import Turn
+from agentkv_serve.engine.turn import Forced, Turn
 from agentkv_serve.kernels.backend import Backend
 
 
@@ -30,6 +31,9 @@ class Runtime:
     kv_pool: Any  # SGLang's MHATokenToKVPool
     req_to_token: torch.Tensor  # [rows, context] int32
     backend: Backend  # kernels: torch or triton
+    policies: dict[str, Policy]  # those that this worker serves, by name
+    auto: AutoBudget = field(default_factory=AutoBudget)
+    rope: Rope | None = None  # None: no served policy asks for it
     metrics: WorkerMetrics = field(default_factory=lambda: WorkerMetrics(reports=False))
     tree: Any = None  # AgentKVRadixCache
     scheduler: Any = None
@@ -39,6 +43,7 @@ class Runtime:
     dumped: int = 0  # files written for tests
     starts: list[int] = field(default_factory=list)  # window start of each request of the running forward
     force_window: bool = False  # the running forward takes the window path even if nothing is compressed
+    forced: Forced | None = None  # tokens that the running forward has to yield
     arriving: Turn | None = None  # the turn whose request SGLang is creating right now
 
     def start_of(self, kv: Any) -> int:

@@ -45,9 +45,20 @@ class KvState:
     row: int
     slot: int  # session slot of the rings
     policy: str
-    uncaptured: int = 0  # leading tokens whose queries were never seen: they came from the radix tree
+    uncaptured: int = 0  # leading tokens whose queries were not kept: they came from the tree, or before the policy
+    budget: int = 0  # in force under budget auto; 0 = none was chosen yet
+    since: int = 0  # the session's length at its last compaction
+    carry: Tensor | None = None  # [L, Hkv, K] fp32 what the policy noted of the kept entries
+    labels: npt.NDArray[np.int8] | None = None  # of the tokens of finished turns, as their queries were captured
     start: int = 0  # first valid position of the row: [start, L) is the window
     kept: Tensor | None = None  # [L, Hkv, K] int32 logical positions of the window's first K entries
+
+    def captured_labels(self, labels: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+        """[n] labels of a turn's tokens, those of earlier turns as they were when their queries were captured.
+
+        A request may label old tokens anew; what stands in the rings does not change by that.
+        """
+        return labels if self.labels is None else np.concatenate([self.labels, labels[len(self.labels) :]])
 
 
 @dataclass(slots=True)

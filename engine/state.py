@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentkv_serve.engine.policies.sampler import NO_RING, Sampler
 from agentkv_serve.phase_tagger import Label
 
 
@@ -36,38 +37,40 @@ class Rings:
     """A copy of one session's query rings."""
 
     ring: Tensor  # [L, 1, R, Hq, D]
-    written: Tensor  # [4]
+    written: Tensor  # [rings]
     last_ring: Tensor  # []
 
 
 class SessionSlots:
     """Query rings and decode automaton of each live compressed session, by session slot; window starts, by row.
 
-    ring       [slots, L, 1, R, Hq, D]  post-RoPE queries, FIFO per ring (R = rings x capacity entries)
-    written    [slots, 4] int64         queries ever written to each ring
-    automaton  [slots] int64            state of the decode automaton
-    last_ring  [slots] int64            ring of the newest token (for labels that keep the last one)
-    table      [slots, 6] int64         ring of each fine label
-    capacity   [slots] int64            entries per ring
-    row_slot   [rows] int64             session slot of each req_to_token row, 0 = none
-    start      [rows] int64             first valid position of each row: the window is row[start:L]
+    ring       [slots, L, 1, R, Hq, D]   post-RoPE queries, the entries of ring 0 first, then those of ring 1, …
+    written    [slots, rings] int64      queries ever written to each ring
+    layout     [slots, rings, 4] int64   first entry of each ring, then its sampler's newest, strided, stride
+    automaton  [slots] int64             state of the decode automaton
+    last_ring  [slots] int64             ring of the newest token (for labels that keep the last one)
+    table      [slots, 6] int64          ring of each fine label; negative: its queries are not kept
+    row_slot   [rows] int64              session slot of each req_to_token row, 0 = none
+    start      [rows] int64              first valid position of each row: the window is row[start:L]
+
+    The pools are as wide as the largest policy needs that the worker serves.
     """
 
-    def __init__(self, shape: ModelShape, *, rows: int, slots: int, ring_queries: int) -> None:
+    def __init__(self, shape: ModelShape, *, rows: int, slots: int, ring_queries: int, rings: int = 4) -> None:
         device = shape.device
         self.shape = shape
-        self.ring_queries = ring_queries
         layers = len(shape.attention_layers)
         self.ring = torch.zeros(
-            (slots + 1, layers, 1, ring_queries, shape.query_heads, shape.head_dim),
+            (slots + 1, layers, 1, max(1, ring_queries), shape.query_heads, shape.head_dim),
             dtype=shape.dtype,
             device=device,
         )
-        self.written = torch.zeros((slots + 1, 4), dtype=torch.int64, device=device)
+        self.written = torch.zeros((slots + 1, max(1, rings)), dtype=torch.int64, device=device)
+        self.layout = torch.zeros((*self.written.shape, 4), dtype=torch.int64, device=device)
+        self.layout[:] = self.layout.new_tensor((0, *Sampler(1).layout))  # place 0 where nothing is kept
         self.automaton = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.last_ring = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.table = torch.zeros((slots + 1, len(Label)), dtype=torch.int64, device=device)
-        self.capacity = torch.ones(slots + 1, dtype=torch.int64, device=device)
         self.row_slot = torch.zeros(rows, dtype=torch.int64, device=device)
         self.start = torch.zeros(rows, dtype=torch.int64, device=device)
         self._free = list(range(slots, 0, -1))
@@ -78,10 +81,10 @@ class SessionSlots:
         pools = (
             self.ring,
             self.written,
+            self.layout,
             self.automaton,
             self.last_ring,
             self.table,
-            self.capacity,
             self.row_slot,
             self.start,
         )
@@ -110,15 +113,16 @@ class SessionSlots:
         self.automaton[slot] = 0
         self.last_ring[slot] = 0
 
-    def valid_queries(self, slot: int, capacity: int, rings: int) -> Tensor:
-        """[R] bool: which ring entries of a slot hold a query."""
-        place = torch.arange(self.ring_queries, device=self.written.device)
-        ring = (place // capacity).clamp(max=self.written.shape[1] - 1)
-        return (place < rings * capacity) & (place % capacity < self.written[slot, ring])
-
-    def unwrite(self, slot: int, count: int) -> None:
-        """Takes back the newest `count` writes of the newest token's ring (in place, no host round trip)."""
-        self.written[slot].index_add_(0, self.last_ring[slot : slot + 1], self.written.new_full((1,), -count))
+    def lay_out(self, slot: int, samplers: tuple[Sampler, ...], table: tuple[int, ...]) -> None:
+        """Gives a slot the rings of a policy (in place). Labels whose ring has no sampler are not kept."""
+        rows, first = [], 0
+        for sampler in samplers:
+            rows.append((first, *sampler.layout))
+            first += sampler.capacity
+        if rows:
+            self.layout[slot, : len(rows)] = self.layout.new_tensor(rows)
+        rings = [ring if ring < len(samplers) else NO_RING for ring in table]
+        self.table[slot] = self.table.new_tensor(rings)
 
     def copy_rings(self, slot: int) -> Rings:
         """A copy of a session's rings, to restore after an abort."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from agentkv_serve.engine.automata import AutomatonBank
 from agentkv_serve.engine.policies import Policy
+from agentkv_serve.engine.sessions import SessionRecord
 from agentkv_serve.engine.state import Rings
 from agentkv_serve.engine.wire import Facts, State, TurnSpec
 
@@ -23,6 +25,14 @@ class Checkpoint:
 
     committed: int  # tokens with keys and values
     rings: Rings | None  # None: the session holds no query rings
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Rows of a running batch whose next token is given."""
+
+    rows: Tensor  # [F] int64
+    ids: Tensor  # [F] int64
 
 
 @dataclass(slots=True)
@@ -50,6 +60,14 @@ class Turn:
     def compresses(self) -> bool:
         """Whether this turn's session may be compressed."""
         return self.policy.compresses and self.spec.budget > 0
+
+    def budget(self, record: SessionRecord, floor: int) -> int:
+        """The budget in force: the turn's own, or the one that budget auto chose last; before its first choice the
+        smallest one, so that the choice is made once the session outgrows that."""
+        if not self.spec.auto:
+            return self.spec.budget
+        chosen = record.kv.budget if record.kv is not None else 0
+        return min(self.spec.budget, chosen or max(floor, self.policy.least_budget))
 
     def labels(self, output_ids: Any, automata: AutomatonBank) -> npt.NDArray[np.int8]:
         """[prompt + sampled] labels of all tokens so far; each sampled token is labelled once."""

@@ -36,13 +36,15 @@ class TurnSpec:
 
     session: str
     epoch: int
-    budget: int  # KV tokens per layer and KV head; 0 keeps everything
-    policy: str
+    budget: int  # KV tokens per layer and KV head; 0 keeps everything; with `auto` the most that it may be
+    policy: str  # empty: the worker's default
     labels: npt.NDArray[np.int8]  # [n] fine label of every prompt token
     family: str
     initial: str  # state of the decode automaton before the first sampled token
     rebuild: bool = False  # the client asks for a fresh prefill
     force_window: bool = False  # benchmarks: the window path even while nothing is compressed
+    auto: bool = False  # the budget is chosen anew at each compression
+    force_ids: tuple[int, ...] = ()  # evaluation: the tokens that this turn yields instead of sampled ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Facts:
     evicted: int
     prefill: int  # prompt tokens computed in this turn
     phases: dict[str, float]  # kept entries of each phase / (layers * KV heads); sums to `held`
+    budget: int = 0  # in force at the turn's end: under `auto` the one last chosen; 0 = everything is kept
 
     def encode(self) -> str:
         """The text that travels in the reply."""
@@ -68,6 +71,7 @@ class Facts:
             "evicted": self.evicted,
             "prefill": self.prefill,
             "phases": self.phases,
+            "budget": self.budget,
         }
         return FACTS_PREFIX + orjson.dumps(body).decode()
 
@@ -95,19 +99,24 @@ def parse_turn(custom_params: Any, prompt_len: int) -> TurnSpec | None:
     initial = decode.get("initial", "start")
     if initial not in INITIAL_STATES:
         raise WireError("bad_request", f"decode.initial must be one of {', '.join(INITIAL_STATES)}")
-    policy = body.get("policy", "agentkv")
+    policy = body.get("policy", "")
     if not isinstance(policy, str):
         raise WireError("bad_request", "policy must be a name")
+    auto = body.get("budget") == "auto"
+    if auto and not body.get("cap"):
+        raise WireError("bad_request", "budget auto needs a cap of at least 1")
     return TurnSpec(
         session=session,
         epoch=_count(body, "epoch"),
-        budget=_count(body, "budget"),
+        budget=_count(body, "cap" if auto else "budget"),
         policy=policy,
         labels=_labels(body.get("runs"), prompt_len),
         family=str(decode.get("family", "plain")),
         initial=initial,
         rebuild=body.get("rebuild") is True,
         force_window=body.get("force_window") is True,
+        auto=auto,
+        force_ids=_ids(body.get("force_ids", [])),
     )
 
 
@@ -116,6 +125,12 @@ def _count(body: dict[str, Any], field: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise WireError("bad_request", f"{field} must be a whole number of at least 0")
     return value
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
+        raise WireError("bad_request", "force_ids must be a list of token ids")
+    return tuple(value)
 
 
 def _labels(runs: Any, prompt_len: int) -> npt.NDArray[np.int8]:

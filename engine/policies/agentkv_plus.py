@@ -199,7 +199,8 @@ def _spread(newest_first: np.ndarray, count: int) -> np.ndarray:
 
 def _norms(buffer: Tensor, slots: Tensor) -> Tensor:
     """[Hkv, N] fp32 norm of each value."""
-    return buffer.index_select(0, slots).float().norm(dim=-1).t()
+    norms: Tensor = torch.linalg.vector_norm(buffer.index_select(0, slots).float(), dim=-1)
+    return norms.t()
 
 
 def _ranks(scores: Tensor) -> Tensor:

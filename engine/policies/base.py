@@ -191,21 +191,3 @@ class Policy(ABC):
         """[N] bool: the recent window, and the session's opening, but no more than `share` of the room beside it."""
         room = int(share * (window.keep - max(self.recent, LEAST_RECENT)))
         return self._edges(window, min(window.prompt(), room), self.recent)
-
-    # The carrier of before: removed once the engine asks for `samplers` and `choose`.
-    @property
-    def rings(self) -> int:
-        return len(self.samplers)
-
-    @property
-    def ring_capacity(self) -> int:
-        return self.samplers[0].capacity if self.samplers else 0
-
-    def scores(self, window: Window) -> Tensor:
-        return self.score(window).keep
-
-    def protected(self, window_length: int, device: torch.device) -> Tensor:
-        mask = torch.zeros(window_length, dtype=torch.bool, device=device)
-        mask[: self.sinks] = True
-        mask[max(0, window_length - max(self.recent, LEAST_RECENT)) :] = True
-        return mask

@@ -71,17 +71,18 @@ def rings_of(labels: npt.NDArray[np.int8], table: tuple[int, ...], last: int = 0
 
 
 def entry_positions(
-    labels: npt.NDArray[np.int8], samplers: tuple[Sampler, ...], table: tuple[int, ...]
+    labels: npt.NDArray[np.int8], samplers: tuple[Sampler, ...], table: tuple[int, ...], first: int = 0
 ) -> npt.NDArray[np.int64]:
     """[R] position of the token whose query stands at each ring entry after the tokens `labels`, -1 = empty.
 
-    All tokens count from position 0 on. Entries of ring 0 come first, then those of ring 1, and so on. An entry that is
-    not overwritten keeps its place: after a chunk of tokens, exactly the entries with a position inside it changed.
+    Tokens count from position `first` on; the queries of those before it were never seen. Entries of ring 0 come first,
+    then those of ring 1, and so on. An entry that is not overwritten keeps its place: after a chunk of tokens, exactly
+    the entries with a position inside it changed.
     """
-    rings = rings_of(labels, table)
+    rings = rings_of(labels, table)[first:]
     parts = []
     for ring, sampler in enumerate(samplers):
-        tokens = np.flatnonzero(rings == ring)
+        tokens = np.flatnonzero(rings == ring) + first
         held = sampler.held(len(tokens))
         parts.append(np.where(held >= 0, tokens[held] if len(tokens) else -1, -1))
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

@@ -80,7 +80,7 @@ class Duel:
         dumps = self._dumps()[seen:]
         fresh = reply.facts["state"] != "resumed"
         if fresh:
-            self.replay = Replay(self.replay.model, self.replay.settings)
+            self.replay = type(self.replay)(self.replay.model, self.replay.settings)
         turn = self.replay.turn(
             prompt,
             phases(labels),
@@ -89,6 +89,7 @@ class Duel:
             stop=self.stop,
             cached=reply.cached if fresh else 0,
             follow=[dump.kept for dump in dumps] if follow else None,
+            given=more.get("agentkv", {}).get("force_ids", ()),
         )
         self.rounds.append(Round(reply, turn, dumps))
         return self.rounds[-1]

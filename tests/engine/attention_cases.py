@@ -31,6 +31,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 from tiny_models import write_model
 
 from agentkv_serve.engine.attention.window import WindowBackend
+from agentkv_serve.engine.policies import Sampler
 from agentkv_serve.engine.state import ModelShape, SessionSlots
 
 CONTEXT, ROWS, LAYERS, KV_HEADS, GROUP, DIM = 512, 6, 2, 2, 2, 16
@@ -134,8 +135,7 @@ class Rig:
         )
         for row, slot in ((3, 1), (5, 2)):
             slots.row_slot[row] = slot
-            slots.table[slot] = torch.arange(6) % 4
-            slots.capacity[slot] = 8
+            slots.lay_out(slot, (Sampler(8),) * 4, (0, 1, 2, 3, 0, 1))
 
     def window(self, row: int, end: int | None = None) -> torch.Tensor:
         """Pool slots that row `row` reads up to position `end`."""

@@ -33,6 +33,14 @@ def test_a_turn_is_read_with_one_label_per_token() -> None:
     assert not spec.rebuild and not spec.force_window
 
 
+def test_a_turn_may_leave_the_policy_to_the_worker_and_give_its_tokens() -> None:
+    spec = parse_turn(params(policy=None, force_ids=[5, 0, 7]), 6)
+    assert spec is not None and spec.policy == "" and spec.force_ids == (5, 0, 7)
+    for wrong in ([-1], [True], "12", [1.5]):
+        with pytest.raises(WireError, match="force_ids must be a list of token ids"):
+            parse_turn(params(force_ids=wrong), 6)
+
+
 @pytest.mark.parametrize("custom_params", [None, {}, {"other": 1}, "text"])
 def test_a_request_without_our_field_is_none_of_ours(custom_params: Any) -> None:
     assert parse_turn(custom_params, 6) is None

@@ -1,6 +1,6 @@
 """Replays the turns of one session exactly as the server must serve them (definition: the package's docstring)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,13 +88,28 @@ class Replay:
         self.keys[layer], self.values[layer], self.positions[layer] = key, value, where
         if self._captured is not None:
             for token, phase in enumerate(self._captured):
-                self.rings.add(layer, phase, self.length + token, query[:, token].clone())
+                self.rings.add(layer, self.ring_of(phase), self.length + token, query[:, token].clone())
         count = key.shape[1]
         hidden = torch.ones(new, count, dtype=torch.bool).triu(count - new + 1)
         group = query.shape[0] // heads
         logits = torch.einsum("htd,hnd->htn", query, key.repeat_interleave(group, dim=0)) * scale
         weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         return torch.einsum("htn,hnd->thd", weights, value.repeat_interleave(group, dim=0))
+
+    def ring_of(self, phase: int) -> int:
+        """Ring of a token's query."""
+        return phase
+
+    def scores(self, layer: int) -> torch.Tensor:
+        """[Hkv, n] of the held entries of one layer."""
+        return agentkv_scores(self.rings.queries(layer), self.keys[layer], self.scales[layer], self.settings.pool)
+
+    def recent(self, keep: int) -> int:
+        """Last entries that stay whatever their score."""
+        return self.settings.recent
+
+    def moved(self, layer: int, chosen: torch.Tensor) -> None:
+        """The held entries of a layer are now those at `chosen` [Hkv, keep]."""
 
     def _feed(self, ids: list[int], phases: list[int], *, captured: bool = True) -> torch.Tensor:
         self.phase_of += phases
@@ -117,8 +132,9 @@ class Replay:
         stop: frozenset[int] = frozenset(),
         cached: int = 0,
         follow: Iterable[torch.Tensor] | None = None,
+        given: Sequence[int] = (),
     ) -> Turn:
-        """One turn, greedily.
+        """One turn, greedily; the first tokens are `given` where there are some.
 
         `input_ids`: the whole conversation, of which this session has computed a prefix. `phases`: one per input
         token. `phase_of_output(output so far)`: phase of the newest output token. `cached`: tokens of a first prompt
@@ -139,7 +155,7 @@ class Replay:
         seen: list[torch.Tensor] = []
         while True:
             seen.append(logits)
-            output.append(int(logits.argmax()))
+            output.append(given[len(output)] if len(output) < len(given) else int(logits.argmax()))
             if output[-1] in stop or len(output) == max_new_tokens:
                 break
             logits = self._feed(output[-1:], [phase_of_output(output)])
@@ -167,8 +183,8 @@ class Replay:
         adopted = next(theirs, None) if theirs is not None else None
         kept, candidates, all_scores, ties = [], [], [], 0
         for order, layer in enumerate(sorted(self.keys)):
-            scores = agentkv_scores(self.rings.queries(layer), self.keys[layer], self.scales[layer], s.pool)
-            chosen = keep_set(scores, self.positions[layer], keep, s.sinks, s.recent)
+            scores = self.scores(layer)
+            chosen = keep_set(scores, self.positions[layer], keep, s.sinks, self.recent(keep))
             if adopted is not None:
                 chosen, taken = self._adopt(layer, scores, chosen, adopted[order])
                 ties += taken
@@ -178,6 +194,7 @@ class Replay:
                 rows = chosen[:, :, None].expand(-1, -1, cache[layer].shape[-1])
                 cache[layer] = cache[layer].gather(1, rows)
             self.positions[layer] = self.positions[layer].gather(1, chosen)
+            self.moved(layer, chosen)
             kept.append(self.positions[layer])
         layers = sorted(self.keys)
         done.append(
@@ -188,7 +205,7 @@ class Replay:
                 torch.stack(candidates),
                 torch.stack(all_scores),
                 torch.stack([self.rings.queries(layer) for layer in layers]),
-                self.rings.positions(layers[0]),
+                self.rings.positions(layers[0]) if layers[0] in self.rings.entries else [],
                 ties,
             )
         )
