@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hiredis
-from redis.asyncio.connection import AbstractConnection, ConnectionPool
-from redis.asyncio.sentinel import SentinelConnectionPool
-from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
+
+from agentkv_serve.gateway.sessions.connecting import Server
 
 _TICKS = 5  # looks at the oldest call within the timeout
+# What a server says that is not, or not any more, the one to talk to.
+_ELSEWHERE = ("READONLY", "LOADING", "MASTERDOWN")
+
+_MORE = object()  # a reply that has not come as a whole
 
 Command = Sequence[bytes | str | int | float]
 
@@ -21,13 +25,12 @@ Command = Sequence[bytes | str | int | float]
 class Link:
     """Commands go out as they come, without waiting for replies; replies come back in the same order.
 
-    The client library connects (TLS, login, sentinels) and reads replies. Its pool of connections, one for each call
-    under way, would cost several times as much as the command itself. A reply that does not come within `timeout`
-    seconds ends the connection, and with it all calls that wait.
+    A pool, with a connection for each call under way, costs several times as much as the command itself. A reply that
+    does not come within `timeout` seconds ends the connection, and with it all calls that wait.
     """
 
-    def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
-        self._pool = pool
+    def __init__(self, server: Server, timeout: float) -> None:
+        self._server = server
         self._timeout = timeout
         self._wire: _Wire | None = None
         self._opening: asyncio.Task[_Wire] | None = None
@@ -56,11 +59,8 @@ class Link:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         if self._wire:
-            await self._wire.close()
-        await self._pool.aclose()
-        if isinstance(self._pool, SentinelConnectionPool):
-            for sentinel in self._pool.sentinel_manager.sentinels:
-                await sentinel.aclose()
+            self._wire.close()
+        await self._server.close()
 
     async def _open(self) -> _Wire:
         if self._wire is not None and not self._wire.broken:
@@ -72,16 +72,18 @@ class Link:
         return await asyncio.shield(self._opening)
 
     async def _connect(self) -> _Wire:
-        connection = self._pool.make_connection()
         try:
-            await connection.connect()
+            async with asyncio.timeout(2 * self._timeout):
+                wire = await self._server.connect(lambda: _Wire(self._timeout))
+        except OSError as error:  # timeouts among them
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        try:
+            await wire.calls(self._server.greeting)
         except BaseException:
-            await connection.disconnect(nowait=True)
+            wire.close()
             raise
-        # From here on the link itself bounds all waits.
-        connection.socket_timeout = None
-        self._wire = _Wire(connection, self._timeout)
-        return self._wire
+        self._wire = wire
+        return wire
 
     def _opened(self, task: asyncio.Task[_Wire]) -> None:
         self._opening = None
@@ -99,55 +101,61 @@ class _Waiting:
     replies: list[Any] = field(default_factory=list)
 
 
-class _Wire:
+class _Wire(asyncio.Protocol):
     """An open connection and the calls that wait on it."""
 
-    def __init__(self, connection: AbstractConnection, timeout: float) -> None:
+    def __init__(self, timeout: float) -> None:
         self.broken = False
-        self._connection = connection
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(protocolError=ConnectionError, replyError=_refusal, notEnoughData=_MORE)
         self._waiting: deque[_Waiting] = deque()
         self._ticks = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._reader = asyncio.create_task(self._read())
+        self._transport: asyncio.Transport | None = None
 
     async def calls(self, commands: Sequence[Command]) -> list[Any]:
+        if self.broken or self._transport is None:
+            raise ConnectionError("the connection to the session store was closed")
         waiting = _Waiting(len(commands), self._loop.create_future(), self._ticks)
-        packed = b"".join(hiredis.pack_command(tuple(command)) for command in commands)
+        packed = [hiredis.pack_command(tuple(command)) for command in commands]
         self._waiting.append(waiting)
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout / _TICKS, self._tick)
-        # Written before anything else can run, so that replies and calls stay in one order.
-        await self._connection.send_packed_command(packed, check_health=False)
+        self._transport.write(packed[0] if len(packed) == 1 else b"".join(packed))
         replies = await waiting.done
         for reply in replies:
             if isinstance(reply, RedisError):
                 raise reply
         return replies
 
-    async def close(self) -> None:
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+    def close(self) -> None:
+        self._fail(ConnectionError("the connection to the session store was closed"))
 
-    async def _read(self) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        reader, waiting = self._reader, self._waiting
+        reader.feed(data)
         try:
-            while True:
-                try:
-                    reply = await self._connection.read_response(disconnect_on_error=False)
-                except ResponseError as refusal:
-                    reply = refusal
-                waiting = self._waiting[0]
-                waiting.replies.append(reply)
-                if len(waiting.replies) == waiting.count:
-                    self._waiting.popleft()
-                    if not waiting.done.done():
-                        waiting.done.set_result(waiting.replies)
-        except (RedisError, OSError) as error:
-            self._fail(ConnectionError(str(error)))
-        finally:
-            self._fail(ConnectionError("the connection to the session store was closed"))
-            await self._connection.disconnect(nowait=True)
+            while (reply := reader.gets()) is not _MORE:
+                if isinstance(reply, ConnectionError):
+                    raise reply
+                if not waiting:
+                    raise ConnectionError("the session store answered without being asked")
+                first = waiting[0]
+                first.replies.append(reply)
+                if len(first.replies) == first.count:
+                    waiting.popleft()
+                    if not first.done.done():
+                        first.done.set_result(first.replies)
+        except ConnectionError as error:
+            self._fail(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(ConnectionError(str(error or "the session store closed the connection")))
 
     def _tick(self) -> None:
         # Ticks, not times: a process that stood still itself has not waited for the server.
@@ -157,7 +165,6 @@ class _Wire:
             return
         if self._ticks - self._waiting[0].sent > _TICKS:
             self._fail(TimeoutError(f"no reply within {self._timeout} s"))
-            self._reader.cancel()
             return
         self._timer = self._loop.call_later(self._timeout / _TICKS, self._tick)
 
@@ -166,8 +173,17 @@ class _Wire:
         if self._timer:
             self._timer.cancel()
             self._timer = None
+        if self._transport:
+            self._transport.abort()
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.done.done():
                 waiting.done.set_exception(error)
                 waiting.done.exception()  # the caller may have left
+
+
+def _refusal(text: str) -> RedisError:
+    """The exception for a server's error reply."""
+    if text.startswith(_ELSEWHERE):
+        return ConnectionError(text)
+    return NoScriptError(text) if text.startswith("NOSCRIPT") else ResponseError(text)

@@ -24,13 +24,13 @@ def open_store(
     if settings.store.url is None:
         return local
     # Only a gateway with a shared store pays for its client.
-    from agentkv_serve.gateway.sessions.connecting import connection_pool
+    from agentkv_serve.gateway.sessions.connecting import server_of
     from agentkv_serve.gateway.sessions.link import Link
     from agentkv_serve.gateway.sessions.redis import RedisStore
     from agentkv_serve.gateway.sessions.resilient import ResilientStore
 
     key = settings.store.ledger_key
     seal = Seal(base64.b64decode(key.get_secret_value()) if key else None)
-    link = Link(connection_pool(settings.store), settings.store.timeout)
+    link = Link(server_of(settings.store), settings.store.timeout)
     shared = RedisStore(link, idle_ttl=ttl, clock=time.time, seal=seal, lease=settings.store.lease, on_call=on_call)
     return ResilientStore(shared, local, on_change)
