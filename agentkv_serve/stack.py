@@ -43,7 +43,7 @@ class StackSettings:
 
     model: Path
     workers: int = 1
-    budget: str = "auto"
+    budget: str = "4096"
     port: int | None = None
     engine_ports: tuple[int, ...] = ()
     engine_flags: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ def up(
     context: typer.Context,
     workers: Annotated[int, typer.Option(min=1, help="Engine processes.")] = 1,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: SmolLM2-135M.")] = None,
-    budget: Annotated[str, typer.Option(help="KV tokens per layer and KV head: a number, full, auto.")] = "auto",
+    budget: Annotated[str, typer.Option(help="KV tokens per layer and KV head: a number, full, auto.")] = "4096",
     port: Annotated[int | None, typer.Option(help="The gateway's port; default: 8000, or a free one.")] = None,
     engine_port: Annotated[list[int] | None, typer.Option(help="An engine's port; once per worker.")] = None,
 ) -> None:

@@ -71,7 +71,7 @@ def gateway(arguments: list[str]) -> list[str]:
         if value:
             os.environ[f"AGENTKV_GATEWAY_{variable}"] = value
     os.environ["AGENTKV_GATEWAY_MODEL_PATH"] = str(folder)
-    os.environ.setdefault("AGENTKV_GATEWAY_BUDGET__DEFAULT", os.environ.get("AGENTKV_BUDGET") or "auto")
+    os.environ.setdefault("AGENTKV_GATEWAY_BUDGET__DEFAULT", os.environ.get("AGENTKV_BUDGET") or "4096")
     say(f"gateway: model {folder}, default budget {os.environ['AGENTKV_GATEWAY_BUDGET__DEFAULT']}")
     limit = float(os.environ.get("AGENTKV_MODEL_WAIT", "900"))
     waited = 0.0
@@ -98,7 +98,7 @@ def engine(arguments: list[str]) -> list[str]:
         say("making the default model")
         if subprocess.run(["agentkv", "model"], check=False).returncode:
             raise CannotStart("the default model could not be made; the lines above say why")
-    say(f"model {folder}, default budget {os.environ.get('AGENTKV_BUDGET') or 'auto'}")
+    say(f"model {folder}, default budget {os.environ.get('AGENTKV_BUDGET') or '4096'}")
     command = ["agentkv", "engine", "--model-path", str(folder), "--host", "0.0.0.0", "--enable-metrics"]
     key = secret("worker_key")
     if key:

@@ -54,9 +54,10 @@ class KeySettings(_Part):
 
 
 class BudgetSettings(_Part):
-    """KV budgets in tokens per layer and KV head. `cap` None: the model's context length."""
+    """KV budgets in tokens per layer and KV head. `auto` is the most that budget auto may be; `cap` None: the model's
+    context length."""
 
-    default: Annotated[int, Field(ge=MIN_BUDGET)] | Literal["full", "auto"] = "auto"
+    default: Annotated[int, Field(ge=MIN_BUDGET)] | Literal["full", "auto"] = 4096
     auto: int = Field(default=4096, ge=MIN_BUDGET)
     cap: int | None = Field(default=None, ge=MIN_BUDGET)
 

@@ -13,6 +13,7 @@ from agentkv_serve.gateway.errors import ApiError, bad_request
 from agentkv_serve.gateway.settings import MIN_BUDGET, BudgetSettings
 
 FULL = 0  # the wire value of an unlimited budget
+# A budget below 0 is `auto`: the worker chooses it at each compression, and may go up to the absolute value.
 
 _FIELDS = {
     "budget": "x-agentkv-budget",
@@ -29,7 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What the client asked of its session; None leaves the session's own value. `budget` is KV tokens, or FULL."""
+    """What the client asked of its session; None leaves the session's own value.
+
+    `budget` is KV tokens, FULL, or for `auto` the most KV tokens that it may be, as a negative number.
+    """
 
     budget: int | None = None
     policy: str | None = None
@@ -82,7 +86,7 @@ def read_controls(
 
 
 def read_budget(place: str, text: str, budgets: BudgetSettings, cap: int | None, context_length: int) -> int:
-    """A budget in KV tokens per layer and KV head: `full`, `auto`, or a number up to `cap`. FULL for `full`."""
+    """A budget in KV tokens per layer and KV head: `full`, `auto`, or a number up to `cap`, as in `Controls`."""
     limit = min(x for x in (cap, budgets.cap, context_length or None, 1 << 31) if x is not None)
     if text == "full":
         # `full` counts as the model's context length, so a cap below that refuses it.
@@ -90,7 +94,7 @@ def read_budget(place: str, text: str, budgets: BudgetSettings, cap: int | None,
             raise _out_of_range(place, text, limit)
         return FULL
     if text == "auto":
-        return max(MIN_BUDGET, min(budgets.auto, limit))
+        return -max(MIN_BUDGET, min(budgets.auto, limit))
     if not re.fullmatch(r"-?[0-9]{1,18}", text):
         raise _out_of_range(place, text, limit)
     number = int(text)
@@ -104,12 +108,12 @@ def default_budget(budgets: BudgetSettings, cap: int | None, context_length: int
     try:
         return read_budget("budget.default", str(budgets.default), budgets, cap, context_length)
     except ApiError:
-        return read_budget("budget.default", "auto", budgets, cap, context_length)
+        return abs(read_budget("budget.default", "auto", budgets, cap, context_length))
 
 
 def say_budget(budget: int) -> str:
     """A budget as headers and replies show it."""
-    return "full" if budget == FULL else str(budget)
+    return "full" if budget == FULL else "auto" if budget < 0 else str(budget)
 
 
 def _out_of_range(place: str, text: str, limit: int) -> ApiError:

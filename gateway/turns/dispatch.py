@@ -71,7 +71,7 @@ class Dispatch:
         if self._plan.lease is None or worker.id == self.pinned:
             return 0
         tokens = self._plan.prompt_tokens
-        return min(tokens, self._plan.budget) if self._plan.budget else tokens
+        return min(tokens, abs(self._plan.budget)) if self._plan.budget else tokens
 
     async def open(self) -> None:
         """Send the turn and wait for the worker's 200. Raises ApiError, or ClientGone after an abort."""
@@ -177,7 +177,7 @@ class Dispatch:
             "v": 1,
             "session": self._s.engine_key(plan.lease),
             "epoch": plan.lease.epoch,
-            "budget": plan.budget,
+            **({"budget": "auto", "cap": -plan.budget} if plan.budget < 0 else {"budget": plan.budget}),
             "policy": plan.policy,
             "runs": runs,
             "decode": {"family": plan.prompt.family, "initial": plan.prompt.initial},

@@ -45,7 +45,7 @@ def ledger_entry(renderer: Renderer, plan: Plan, facts: Facts, assembly: Assembl
 def count(metrics: Metrics, plan: Plan, facts: Facts, state: str, reason: str | None) -> None:
     """Count a committed turn."""
     metrics.of(metrics.turns, state, reason or "").inc()
-    metrics.budgets.observe(plan.budget or float("inf"))
+    metrics.budgets.observe(facts.budget or abs(plan.budget) or float("inf"))
     metrics.held.observe(facts.held)
     metrics.of(metrics.tokens, "prompt").inc(plan.prompt_tokens)
     metrics.of(metrics.tokens, "prefilled").inc(facts.prefill)

@@ -33,6 +33,7 @@ def usage_of(usage: Mapping[str, Any], turn: Any) -> dict[str, Any]:
             "evicted_tokens": facts.evicted,
             "prefill_tokens": facts.prefill,
             "phases": facts.phases,
+            "budget": facts.budget or None,
         }
     elif turn.plan.why_stateless:
         told["reason"] = turn.plan.why_stateless

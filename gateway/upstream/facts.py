@@ -24,6 +24,7 @@ class Facts:
     evicted: int = 0
     prefill: int = 0
     phases: dict[str, float] = field(default_factory=dict)
+    budget: int = 0  # in force at the turn's end; 0: nothing bounds the session, or the worker does not say
 
     def read(self, sglext: Mapping[str, Any]) -> None:
         """Take in an `sglext` object of a frame or a reply."""
@@ -41,4 +42,5 @@ class Facts:
         self.state, self.reason = report["state"], report.get("reason")
         self.logical, self.held = int(report["logical"]), int(report["held"])
         self.evicted, self.prefill = int(report["evicted"]), int(report["prefill"])
+        self.budget = int(report.get("budget") or 0)
         self.phases = dict(report.get("phases") or {})

@@ -214,8 +214,9 @@ class FakeEngine:
             prefill, before = len(ids), 0
         logical = len(ids) + len(output)
         held = before + prefill + len(output)
-        if control["budget"]:
-            held = min(held, control["budget"])
+        budget = control["cap"] if control["budget"] == "auto" else control["budget"]
+        if budget:
+            held = min(held, budget)
         self.sessions[key] = Record(ids + output, control["epoch"], held)
         phases = {"think": 0.0, "act": 0.0, "tool": 0.0, "others": float(held)}
         return {
@@ -227,6 +228,7 @@ class FakeEngine:
             "evicted": logical - held,
             "prefill": prefill,
             "phases": phases,
+            "budget": budget,
         }
 
     def _output(self, answer: Answer) -> list[int]:

@@ -201,6 +201,16 @@ def test_a_budget_holds_until_it_is_changed(stack: Stack) -> None:
     assert budgets == [("128", 128), ("128", 128), ("256", 256), ("256", 256), ("full", 0)]
 
 
+def test_budget_auto_leaves_the_choice_to_the_worker_up_to_a_cap(stack: Stack) -> None:
+    for headers in ({"X-AgentKV-Budget": "auto"}, None):
+        reply = stack.say([user("Hi " * 100)], headers=headers)
+        control = FakeEngine.control(stack.engine.requests[-1])
+        assert control is not None
+        assert (control["budget"], control.get("cap")) == (("auto", 4096) if headers else (4096, None))
+        assert reply["headers"]["x-agentkv-budget"] == ("auto" if headers else "4096")
+        assert reply["usage"]["agentkv"]["budget"] == 4096
+
+
 def test_the_body_mirror_serves_clients_without_headers(stack: Stack) -> None:
     mirror = {"session_id": "mine", "budget": 200, "policy": "full", "final": True}
     reply = stack.say([user("Hi")], agentkv=mirror)

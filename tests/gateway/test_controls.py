@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.settings import BudgetSettings
-from agentkv_serve.gateway.turns.controls import FULL, default_budget, read_budget, read_controls
+from agentkv_serve.gateway.turns.controls import FULL, default_budget, read_budget, read_controls, say_budget
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,10 @@ from agentkv_serve.gateway.turns.controls import FULL, default_budget, read_budg
         ("4096", None, None, 4096, 4096),
         ("full", None, None, 4096, FULL),
         ("full", 4096, None, 4096, FULL),
-        ("auto", None, None, 8192, 4096),
-        ("auto", 512, None, 8192, 512),
-        ("auto", None, 256, 8192, 256),
-        ("auto", None, None, 2048, 2048),
+        ("auto", None, None, 8192, -4096),
+        ("auto", 512, None, 8192, -512),
+        ("auto", None, 256, 8192, -256),
+        ("auto", None, None, 2048, -2048),
         ("full", None, None, 0, FULL),
     ],
 )
@@ -50,9 +50,14 @@ def test_wrong_budgets(text: str, cap: int | None, context: int) -> None:
     assert "128" in caught.value.message and str(cap or context) in caught.value.message
 
 
-@pytest.mark.parametrize(("default", "expected"), [("full", 512), (2000, 512), (256, 256), ("auto", 512)])
+@pytest.mark.parametrize(("default", "expected"), [("full", 512), (2000, 512), (256, 256), ("auto", -512)])
 def test_a_default_above_a_tenants_cap_becomes_the_cap(default: int | str, expected: int) -> None:
     assert default_budget(BudgetSettings(default=default), 512, 4096) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("budget", "said"), [(FULL, "full"), (-4096, "auto"), (512, "512")])
+def test_a_budget_is_said_as_it_was_asked_for(budget: int, said: str) -> None:
+    assert say_budget(budget) == said
 
 
 def test_a_header_wins_over_the_body() -> None:
