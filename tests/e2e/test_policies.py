@@ -20,33 +20,39 @@ from transformers import AutoModelForCausalLM
 from agentkv_serve.engine.calibrate import attention_name, collect
 from agentkv_serve.engine.policies import Rope, policy_names
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
-BUDGET, PAGE, CHUNK = 256, 16, 256
+pytestmark = pytest.mark.engine
+BUDGET, PAGE, CHUNK, FLOOR = 256, 16, 256, 160
 STEPS = random_steps([700, 180], [150, 40], seed=70)
 
 
 @pytest.fixture(scope="module")
-def arena(module_fleet: Fleet, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Arena:
+def serving(module_fleet: Fleet, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Arena:
     folder = tiny("llama-gqa")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention_name())
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 256, (1100,), generator=generator).tolist()
     file = tmp_path_factory.mktemp("statistics") / "tiny.pt"
     collect(model.eval(), ids, Rope.from_config(model.config)).save(file, {})
-    flags = (
-        "--agentkv-allow-forced",
-        "--agentkv-policies",
-        ",".join(policy_names()),
-        "--agentkv-statistics",
-        str(file),
-    )
+    flags = ["--agentkv-allow-forced", "--agentkv-auto-floor", str(FLOOR)]
+    flags += ["--agentkv-policies", ",".join(policy_names()), "--agentkv-statistics", str(file)]
     return Arena.of(module_fleet.agentkv(folder, *PAGED, *flags), folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in policy_names() if name != "full"])
-def test_a_session_stays_within_its_budget(arena: Arena, name: str) -> None:
+def test_a_session_stays_within_its_budget(serving: Arena, name: str) -> None:
     """Two turns; the server's strict memory checks stop it if a slot is lost."""
-    session = Conversation(arena.server, BUDGET, policy=name)
+    two_turns(serving, name)
+    assert serving.server.complete([1, 2, 3], 2).output_ids
+
+
+def test_a_server_serves_the_policies_that_need_no_more_than_its_own(arena: Arena) -> None:
+    for name in ("recent", "streamingllm"):
+        two_turns(arena, name)
+
+
+def two_turns(serving: Arena, name: str) -> None:
+    session = Conversation(serving.server, BUDGET, policy=name)
     for number, step in enumerate(STEPS):
         for label, ids in step.pieces:
             session.extend(ids, label)
@@ -58,10 +64,10 @@ def test_a_session_stays_within_its_budget(arena: Arena, name: str) -> None:
         slack = {"agentkv_paper": 128 + 180}.get(name, 0)
         assert BUDGET <= facts["held"] < BUDGET + PAGE + slack
         assert sum(facts["phases"].values()) == pytest.approx(facts["held"], abs=0.01)
-    assert arena.server.complete([1, 2, 3], 2).output_ids
     session.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kind", "settings"),
     [
@@ -72,25 +78,26 @@ def test_a_session_stays_within_its_budget(arena: Arena, name: str) -> None:
     ],
 )
 def test_what_is_kept_is_what_the_formula_keeps(
-    arena: Arena, name: str, kind: type[Replay], settings: dict[str, int]
+    serving: Arena, name: str, kind: type[Replay], settings: dict[str, int]
 ) -> None:
     """Tokens, log-probabilities and every keep-set equal an independent run on the Hugging Face model."""
-    replay = kind(arena.model, replace(Settings(BUDGET, PAGE, CHUNK), **settings))
-    session = Conversation(arena.server, BUDGET, arena.automaton.family, policy=name, salt=name)
-    with Duel(session, replay, arena.automaton) as duel:
+    replay = kind(serving.model, replace(Settings(BUDGET, PAGE, CHUNK), **settings))
+    session = Conversation(serving.server, BUDGET, serving.automaton.family, policy=name, salt=name)
+    with Duel(session, replay, serving.automaton) as duel:
         for step in STEPS:
             duel.play(step)
             assert_same_turn(duel.rounds[-1])
     assert sum(len(one.dumps) for one in duel.rounds) >= 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), [("agentkv", Replay), ("recent", RecentReplay), ("h2o", HeavyHitterReplay)])
-def test_a_given_transcript_runs_as_if_it_were_sampled(arena: Arena, name: str, kind: type[Replay]) -> None:
+def test_a_given_transcript_runs_as_if_it_were_sampled(serving: Arena, name: str, kind: type[Replay]) -> None:
     """Every given token has its log-probability; compactions come at the points where they come in sampling."""
     settings = replace(Settings(BUDGET, PAGE, CHUNK), **({"sinks": 0, "recent": 4} if name == "h2o" else {}))
-    session = Conversation(arena.server, BUDGET, arena.automaton.family, policy=name, salt=f"forced-{name}")
+    session = Conversation(serving.server, BUDGET, serving.automaton.family, policy=name, salt=f"forced-{name}")
     generator = random.Random(5)
-    with Duel(session, kind(arena.model, settings), arena.automaton) as duel:
+    with Duel(session, kind(serving.model, settings), serving.automaton) as duel:
         for step in STEPS:
             given = [generator.randrange(256) for _ in range(step.max_tokens)]
             one = duel.play(step, agentkv={"force_ids": given})
@@ -100,18 +107,33 @@ def test_a_given_transcript_runs_as_if_it_were_sampled(arena: Arena, name: str, 
     assert len(lengths) >= 5
 
 
-def test_given_tokens_need_a_worker_that_allows_them(arena: Arena, fleet: Fleet, tiny: Callable[..., Path]) -> None:
-    closed = fleet.agentkv(tiny("llama-gqa"), *PAGED).wait()
-    for server, ids, reason in ((closed, [1], "--agentkv-allow-forced"), (arena.server, [10**6], "vocabulary")):
+@pytest.mark.long
+def test_given_tokens_need_a_worker_that_allows_them(serving: Arena, arena: Arena) -> None:
+    for server, ids, reason in ((arena.server, [1], "--agentkv-allow-forced"), (serving.server, [10**6], "vocabulary")):
         session = Conversation(server, BUDGET)
         session.extend([1, 2, 3], STEPS[0].pieces[0][0])
         with pytest.raises(ServerError, match=reason):
             session.send(1, agentkv={"force_ids": ids})
 
 
-def test_a_session_may_change_its_policy(arena: Arena) -> None:
+@pytest.mark.long
+def test_budget_auto_stays_between_floor_and_cap(serving: Arena) -> None:
+    """The reply's facts say which budget is in force."""
+    session = Conversation(serving.server, policy="agentkv")
+    for number, step in enumerate(STEPS):
+        for label, ids in step.pieces:
+            session.extend(ids, label)
+        facts = session.send(step.max_tokens, ignore_eos=True, agentkv={"budget": "auto", "cap": 400}).facts
+        assert facts["state"] == ("resumed" if number else "new")
+        assert FLOOR <= facts["budget"] <= 400
+        assert facts["held"] < facts["budget"] + PAGE
+    session.close()
+
+
+@pytest.mark.long
+def test_a_session_may_change_its_policy(serving: Arena) -> None:
     """The rings start anew; what the former policy evicted stays evicted."""
-    session = Conversation(arena.server, BUDGET)
+    session = Conversation(serving.server, BUDGET)
     for name, step in zip(["agentkv", "h2o", "agentkv_plus", "full"], [*STEPS, *STEPS], strict=True):
         session.policy = name
         for label, ids in step.pieces:
@@ -122,11 +144,10 @@ def test_a_session_may_change_its_policy(arena: Arena) -> None:
     session.close()
 
 
-def test_a_policy_that_is_not_served_is_refused(fleet: Fleet, tiny: Callable[..., Path]) -> None:
-    server = fleet.agentkv(tiny("llama-gqa"), *PAGED).wait()
+def test_a_policy_that_is_not_served_is_refused(arena: Arena) -> None:
     for name in ("h2o", "triattention", "bogus"):
-        session = Conversation(server, BUDGET, policy=name, ids=[1, 2, 3], labels=[])
-        session.labels = [STEPS[0].pieces[0][0]] * 3
+        session = Conversation(arena.server, BUDGET, policy=name)
+        session.extend([1, 2, 3], STEPS[0].pieces[0][0])
         with pytest.raises(ServerError, match="--agentkv-policies") as refusal:
             session.send(2)
         assert refusal.value.status == 400

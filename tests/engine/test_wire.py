@@ -33,6 +33,16 @@ def test_a_turn_is_read_with_one_label_per_token() -> None:
     assert not spec.rebuild and not spec.force_window
 
 
+def test_budget_auto_has_a_cap() -> None:
+    spec = parse_turn(params(budget="auto", cap=2048), 6)
+    assert spec is not None and spec.auto and spec.budget == 2048
+    fixed = parse_turn(params(cap=2048), 6)
+    assert fixed is not None and not fixed.auto and fixed.budget == 512
+    for cap in (None, 0, "many"):
+        with pytest.raises(WireError, match="cap"):
+            parse_turn(params(budget="auto", cap=cap), 6)
+
+
 def test_a_turn_may_leave_the_policy_to_the_worker_and_give_its_tokens() -> None:
     spec = parse_turn(params(policy=None, force_ids=[5, 0, 7]), 6)
     assert spec is not None and spec.policy == "" and spec.force_ids == (5, 0, 7)
