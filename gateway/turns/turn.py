@@ -114,7 +114,7 @@ class Turn:
     @property
     def reason(self) -> str | None:
         """Why the state is not `resumed`."""
-        if self.plan.kind is Kind.REPLACED:
+        if self.plan.kind is Kind.REPLACED and self.state != "resumed":
             return "history_rewritten"
         if self.state == "moved":
             return "worker_changed"

@@ -31,6 +31,8 @@ class Answer:
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     stop: bool = True
+    opens: bool = True  # the thinking begins with its own marker, not in the prompt
+    closes: bool = True  # the thinking comes to its end
     pause: float = 0.0  # before the first token
     gap: float = 0.0  # between frames
     pieces: int = 4  # frames of the content
@@ -41,7 +43,8 @@ class Answer:
     @property
     def raw(self) -> str:
         """The text that the model samples, without the end of its turn."""
-        think = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
+        think = ("<think>\n" if self.opens else "") + self.reasoning + ("\n</think>\n\n" if self.closes else "")
+        think = think if self.reasoning else ""
         calls = "\n".join(
             f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
             for name, arguments in self.calls
@@ -289,7 +292,7 @@ class FakeEngine:
         output = [] if aborted else self._output(answer)
         message = {
             "role": "assistant",
-            "content": "" if aborted else answer.content,
+            "content": "" if aborted else answer.content or None,
             "reasoning_content": answer.reasoning or None,
             "tool_calls": self._calls(answer) or None,
         }

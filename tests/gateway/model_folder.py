@@ -53,7 +53,7 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_model_folder(folder: Path) -> Path:
+def write_model_folder(folder: Path, template: str = TEMPLATE) -> Path:
     """Write the folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -61,7 +61,7 @@ def write_model_folder(folder: Path) -> Path:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE,
+        "chat_template": template,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
     }
