@@ -47,6 +47,7 @@ class ExtendPiece:
 
 def plan_extend(slots: SessionSlots, pieces: list[ExtendPiece]) -> CapturePlan | None:
     """The tokens of each piece whose queries the rings hold after it. Sets the rings' write counts."""
+    device = slots.ring.device
     source, slot, place = [], [], []
     for piece in pieces:
         base, counts = 0, []
@@ -60,12 +61,12 @@ def plan_extend(slots: SessionSlots, pieces: list[ExtendPiece]) -> CapturePlan |
             base += sampler.capacity
             counts.append(len(tokens))
         if counts:
-            slots.written[piece.slot, : len(counts)] = slots.written.new_tensor(counts)
+            slots.written[piece.slot, : len(counts)] = torch.tensor(counts).to(device, non_blocking=True)
         slots.last_ring[piece.slot] = int(piece.rings[-1])
     if not source:
         return None
     source_t, slot_t, place_t = (
-        torch.from_numpy(np.concatenate(part)).to(slots.ring.device) for part in (source, slot, place)
+        torch.from_numpy(np.concatenate(part)).to(device, non_blocking=True) for part in (source, slot, place)
     )
     return CapturePlan(source_t, slot_t, place_t, torch.zeros_like(place_t))
 

@@ -27,7 +27,7 @@ def gather(given: list[tuple[int, int]], device: torch.device) -> Forced | None:
     """(row, id) pairs as tensors."""
     if not given:
         return None
-    rows, ids = torch.tensor(given, dtype=torch.int64, device=device).unbind(1)
+    rows, ids = torch.tensor(given, dtype=torch.int64).to(device, non_blocking=True).unbind(1)
     return Forced(rows, ids)
 
 

@@ -67,13 +67,18 @@ def _bind(runtime: Runtime, req: Any, turn: Turn, prefix: int) -> KvState:
             raise RuntimeError("no session slot is free, though admission counted one")
         runtime.sessions.bind(record, KvState(row=row, slot=slot, policy=turn.policy.name, uncaptured=prefix))
         slots.row_slot[row] = slot
+        _lay_out(runtime, slot, turn)
     state = record.kv
     assert state is not None and state.row == row
     if state.policy != turn.policy.name:
         state.policy, state.carry, state.uncaptured = turn.policy.name, None, prefix
         slots.clear(state.slot)
-    slots.lay_out(state.slot, turn.policy.samplers, turn.policy.ring_table(runtime.config.say_phase))
+        _lay_out(runtime, state.slot, turn)
     return state
+
+
+def _lay_out(runtime: Runtime, slot: int, turn: Turn) -> None:
+    runtime.slots.lay_out(slot, turn.policy.samplers, turn.policy.ring_table(runtime.config.say_phase))
 
 
 def _bound(runtime: Runtime, turn: Turn) -> KvState | None:

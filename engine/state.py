@@ -119,10 +119,11 @@ class SessionSlots:
         for sampler in samplers:
             rows.append((first, *sampler.layout))
             first += sampler.capacity
+        device = self.layout.device
         if rows:
-            self.layout[slot, : len(rows)] = self.layout.new_tensor(rows)
+            self.layout[slot, : len(rows)] = torch.tensor(rows).to(device, non_blocking=True)
         rings = [ring if ring < len(samplers) else NO_RING for ring in table]
-        self.table[slot] = self.table.new_tensor(rings)
+        self.table[slot] = torch.tensor(rings).to(device, non_blocking=True)
 
     def copy_rings(self, slot: int) -> Rings:
         """A copy of a session's rings, to restore after an abort."""

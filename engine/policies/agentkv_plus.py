@@ -124,7 +124,7 @@ class AgentKVPlus(Policy):
         device = window.device
         if not len(entries):
             return torch.zeros(window.positions.shape, device=device)
-        queries = window.queries.index_select(1, torch.from_numpy(entries).to(device))
+        queries = window.queries.index_select(1, torch.from_numpy(entries).to(device, non_blocking=True))
         return score.attention_mass_layers(
             queries,
             torch.ones(len(entries), dtype=torch.bool, device=device),
@@ -132,7 +132,7 @@ class AgentKVPlus(Policy):
             window.slots,
             scale=window.scale,
             pool=0,
-            weights=torch.from_numpy(weights).to(device),
+            weights=torch.from_numpy(weights).to(device, non_blocking=True),
             backend=window.backend,
         )
 

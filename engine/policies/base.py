@@ -68,7 +68,8 @@ class Window:
 
     def __post_init__(self) -> None:
         if not self.valid.numel() and self.query_positions is not None:
-            object.__setattr__(self, "valid", (self.query_positions >= 0).to(self.slots.device))
+            # Without a wait for the device: a compression is planned while a forward runs.
+            object.__setattr__(self, "valid", (self.query_positions >= 0).to(self.slots.device, non_blocking=True))
 
     @property
     def count(self) -> int:
