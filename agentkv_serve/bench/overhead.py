@@ -81,7 +81,14 @@ def overhead(
     except (ModelError, StackError, ChildDied) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    setting = {"context": context, "budget": budget, "every": EVERY, "length": length, "steps": steps, "pairs": pairs}
+    setting: dict[str, Any] = {
+        "context": context,
+        "budget": budget,
+        "every": EVERY,
+        "length": length,
+        "steps": steps,
+        "pairs": pairs,
+    }
     setting |= {"model": folder.name, "engine_flags": engine_flag or []}
     setting |= {"omp_num_threads": os.environ["OMP_NUM_THREADS"]}
     publish(

@@ -21,6 +21,8 @@ from agentkv_serve.tasks.paper import references
 from agentkv_serve.up import Stopped, stop_signals
 
 PACKAGE = "bfcl-eval==2026.3.23"
+UNDECLARED = "soundfile"
+"""What the package imports by way of qwen-agent without asking for it."""
 VECTOR = ("sentence-transformers", "faiss-cpu")
 """Only the category memory_vector needs these; they bring a second copy of torch."""
 SEARCH_KEY = "SERPAPI_API_KEY"
@@ -59,7 +61,7 @@ def bfcl(
     out = out.resolve()
     try:
         without = () if vector else VECTOR
-        python = environment(venv.resolve(), [PACKAGE], console, python="3.11", without=without)
+        python = environment(venv.resolve(), [PACKAGE, UNDECLARED], console, python="3.11", without=without)
         with stop_signals(), runs.target(base_url, key, model, engine_flag or [], console) as target:
             spec = {**asdict(target), "out": str(out), "categories": categories, "limit": limit}
             spec |= {"max_tokens": max_tokens, "task_seconds": task_seconds, "parallel": parallel}

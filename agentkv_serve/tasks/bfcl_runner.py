@@ -56,7 +56,8 @@ class GatewayHandler(OpenAICompletionsHandler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.client = self.client.with_options(max_retries=0)  # a second try would hide an error
+        client: Any = self.client
+        self.client = client.with_options(max_retries=0)  # a second try would hide an error
         self.setting = next(s for s in SPEC["settings"] if registry_name(s) == self.registry_name)
 
     def inference(self, test_entry: dict[str, Any], *args: Any) -> Any:

@@ -161,10 +161,11 @@ def _paired(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) 
 
 def _turns(turns: Sequence[dict[str, Any]], outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the engine said: one session a task, whose later turns go on from where it was."""
-    first, later = [], []
+    later: list[dict[str, Any]] = []
     seen: set[str] = set()
     for turn in turns:
-        (later if turn["task"] in seen else first).append(turn)
+        if turn["task"] in seen:
+            later.append(turn)
         seen.add(turn["task"])
     return {
         "sessions": len(seen & outcomes.keys()),

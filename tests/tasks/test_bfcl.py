@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agentkv_serve.tasks.bfcl import PACKAGE, VECTOR
+from agentkv_serve.tasks.bfcl import PACKAGE, UNDECLARED, VECTOR
 from agentkv_serve.tasks.commands import register
 from agentkv_serve.tasks.environment import environment
 
@@ -26,7 +26,7 @@ TASKS = [f"multi_turn_base_{number}" for number in range(3)]
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list[list[str]]]:
     """The package's ground truth: a list of calls for every turn of a task."""
-    python = environment(VENV.resolve(), [PACKAGE], Console(quiet=True), python="3.11", without=VECTOR)
+    python = environment(VENV.resolve(), [PACKAGE, UNDECLARED], Console(quiet=True), python="3.11", without=VECTOR)
     data = next((python.parents[1] / "lib").glob("python*/site-packages/bfcl_eval/data/possible_answer"))
     lines = (data / "BFCL_v4_multi_turn_base.json").read_text().splitlines()[:3]
     return {item["id"]: item["ground_truth"] for item in map(json.loads, lines)}

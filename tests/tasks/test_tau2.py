@@ -19,6 +19,7 @@ from agentkv_serve.tasks.commands import register
 from .fake_gateway import Answer, Seen, calls, gateway, text
 
 CHECKOUT = os.environ.get("AGENTKV_TAU2", "")
+VENV = os.environ.get("AGENTKV_TAU2_VENV", ".venv-tau2")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not CHECKOUT, reason="AGENTKV_TAU2 names no checkout of tau2-bench"),
@@ -33,7 +34,19 @@ def evaluate(answer: Answer, out: Path, domain: str, *more: str) -> tuple[dict[s
     script = out / "script.json"
     script.write_text(json.dumps({"*": ["I need help with my booking.", "Thanks.", "###STOP###"]}))
     with gateway(answer) as (url, seen):
-        arguments = ["tau2", "--path", CHECKOUT, "--base-url", url, "--domain", domain, "--split", SPLIT[domain]]
+        arguments = [
+            "tau2",
+            "--venv",
+            VENV,
+            "--path",
+            CHECKOUT,
+            "--base-url",
+            url,
+            "--domain",
+            domain,
+            "--split",
+            SPLIT[domain],
+        ]
         arguments += ["--limit", "1", "--budget", "512", "--out", str(out), "--user-script", str(script), "--json"]
         done = CliRunner().invoke(app, [*arguments, *more])
     assert done.exit_code == 0, done.output

@@ -66,7 +66,8 @@ class Workload:
         draw = random.Random(f"{self.seed}/{number}")
         head = _encode(vocabulary, f"Session {number} of run {self.seed}.\n")
         ids = (*head, *_encode(vocabulary, f"{recording.system}\n{recording.opening}\n"))
-        label, turns = Label.INPUT, []
+        label = Label.INPUT
+        turns: list[Turn] = []
         for step in recording.steps[: self.turns]:
             said = "".join(f"{call.name} {call.arguments}" for call in step.calls)
             output = min(self.output, len(_encode(vocabulary, said))) if said else self.output
