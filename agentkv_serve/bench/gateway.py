@@ -25,7 +25,7 @@ import typer
 import uvloop
 
 from agentkv_serve.bench.gateway_load import Load, conversation, run
-from agentkv_serve.bench.gateway_targets import KEY, ROUTER, Target, targets
+from agentkv_serve.bench.gateway_targets import KEY, ROUTER, Target, ready, targets
 from agentkv_serve.bench.gateway_upstream import PACED
 from agentkv_serve.bench.report import machine
 from agentkv_serve.model import default_model
@@ -113,12 +113,14 @@ def gateway(
             for parallel in loads
             for line in _chats(found, size, parallel, _count(requests, size), seconds, repeats)
         ]
+        state = ready(found)
     configuration = {
         "requests": requests,
         "repeats": repeats,
         "frames": frames,
         "pause_ms": pause_ms,
         "store": store,
+        "gateway": state,
         "router": ROUTER if router else None,
     }
     result = {

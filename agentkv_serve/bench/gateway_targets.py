@@ -90,6 +90,15 @@ def targets(
             child.stop()
 
 
+def ready(found: Sequence[Target]) -> str:
+    """What our gateway says of itself. Raises RuntimeError when it does not use its store: its figures would flatter."""
+    port = next(target.port for target in found if target.name == "agentkv")
+    state = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).json()["status"]
+    if state != "ready":
+        raise RuntimeError(f"the gateway is {state} after the measurement, so the figures do not count")
+    return str(state)
+
+
 def _store(redis: str | None, children: list[Child], logs: Path, core: Sequence[int]) -> tuple[str, str | None]:
     if redis == "memory":
         return "in process", None

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import hiredis
 from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
@@ -133,8 +133,7 @@ class _Wire(asyncio.Protocol):
         self._fail(ConnectionError("the connection to the session store was closed"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         reader, waiting = self._reader, self._waiting

@@ -12,6 +12,7 @@ from tests.gateway.test_bad_input import expect
 from tests.gateway.test_leaving import wait_for
 from tests.gateway.valkey import ValkeyProcess
 
+EXHAUSTED = "session_budget_exhausted"
 ADMIN = {"authorization": "Bearer operator"}
 
 
@@ -75,13 +76,19 @@ def test_pinned_sessions_go_on_without_valkey(pair: tuple[Stack, Stack], valkey:
     _, two = pair
     messages = [user("Hi")]
     headers = {"X-AgentKV-Session": "s"}
-    two.say(messages, headers=headers)
+    limit = {"X-AgentKV-Session-Token-Limit": "2000"}
+    two.say(messages, headers={**headers, **limit})
     (valkey.kill if outage == "killed" else valkey.freeze)()
     for turn in range(4):
         messages.append(user(f"More {turn}"))
         reply = two.say(messages, headers=headers)
         assert reply["agentkv"]["state"] == "resumed"
         assert reply["headers"]["x-agentkv-session-source"] == "header"
+    # The session's own limit still holds: this process knows what was spent.
+    spent = two.http.get("/v1/agentkv/sessions/s").json()["tokens_used"]
+    expect(two.post(messages, headers={**headers, "X-AgentKV-Session-Token-Limit": str(spent)}), 402, EXHAUSTED)
+    assert two.say(messages, headers={**headers, **limit})["agentkv"]["state"] in ("resumed", "rebuilt")
+    messages.append(user("More"))
     ready = two.http.get("/readyz")
     assert (ready.status_code, ready.json()["status"], ready.json()["store"]) == (200, "degraded", "down")
     assert two.metric("agentkv_store_down") == 1

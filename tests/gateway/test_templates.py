@@ -38,10 +38,7 @@ def labels(stack: Stack) -> list[tuple[str, Label]]:
 
 
 @pytest.mark.parametrize("words", [3, 2000])
-@pytest.mark.parametrize("streamed", [True, False])
-def test_an_empty_think_block_in_the_prompt_costs_nothing_later(
-    start: Start, model: Model, words: int, streamed: bool
-) -> None:
+def test_an_empty_think_block_in_the_prompt_costs_nothing_later(start: Start, model: Model, words: int) -> None:
     stack = start(model_path=model(EMPTY_BLOCK))
     stack.engine.context_length = 1 << 20
     stack.engine.script = lambda body: Answer("word " * words)
