@@ -46,21 +46,20 @@ def assert_identical(ours: Sequence[Reply], stock: Sequence[Reply]) -> None:
         assert mine.facts["held"] == mine.facts["logical"] - 1
 
 
-@pytest.mark.parametrize("budget", [0, BUDGET])
-def test_smollm2_equals_stock_cold_and_after_a_radix_hit(fleet: Fleet, smollm2: Path, budget: int) -> None:
-    """Session A fills the prefix tree; session B, of the same tenant, starts from it; session C, of another, cold."""
+def test_smollm2_equals_stock_cold_and_after_a_radix_hit(fleet: Fleet, smollm2: Path) -> None:
+    """Session A fills the prefix tree; B, of the same tenant, starts from it; C, of another, cold; D keeps everything."""
     steps = agent_steps(transformers.AutoTokenizer.from_pretrained(smollm2), rows=(16, 6, 4))
     flags = ("--max-total-tokens", "16384")
     stock, ours = fleet.stock(smollm2, *flags), fleet.agentkv(smollm2, *flags)
     expected = stock_turns(stock.wait(), steps)
     assert all(len(reply.output_ids) > 5 for reply in expected)
-    first, hit, cold = (
-        session_turns(Conversation(ours.wait(), budget, family="smollm2", salt=f"{salt}-{budget}"), steps)
-        for salt in ("one", "one", "two")
+    first, hit, cold, full = (
+        session_turns(Conversation(ours.wait(), budget, family="smollm2", salt=salt), steps)
+        for salt, budget in (("one", BUDGET), ("one", BUDGET), ("two", BUDGET), ("one", 0))
     )
     assert first[0].cached == cold[0].cached == 0
     assert hit[0].cached > len(steps[0].ids) // 2
-    for replies in (first, hit, cold):
+    for replies in (first, hit, cold, full):
         assert_identical(replies, expected)
 
 
