@@ -9,6 +9,7 @@ const RETRY = 2000;
 const fleet = new Fleet();
 const session = new SessionPage();
 let stream = new AbortController();
+let seen = null;
 
 const chosen = () => /^#session=([0-9a-f]{16})$/.exec(location.hash)?.[1] ?? null;
 
@@ -39,7 +40,7 @@ async function show() {
       await listen(path, signal, (event, data) => {
         if (data.error) return say(data.error);
         say("live");
-        if (event === "fleet") fleet.update(data);
+        if (event === "fleet") fleet.update((seen = data));
         const all = event === "fleet" && data.total === data.sessions.length;
         if (open && all && !data.sessions.some((s) => s.key === open)) say("This session has ended.");
         if (event === "session") session.update(data);
@@ -69,5 +70,6 @@ $("forget").addEventListener("click", () => {
   location.replace(location.pathname); // nothing that was shown stays in the document
 });
 addEventListener("hashchange", show);
+setInterval(() => seen && fleet.update(seen), 5000); // "last used" grows old without any event
 addEventListener("pagehide", () => stream.abort());
 show();

@@ -8,6 +8,10 @@ const BELOW = 34;
 const PHASES = ["others", "think", "act", "tool"];
 
 export function chart(box, turns, compactions) {
+  if (!turns.length) {
+    box.replaceChildren("No finished turn on this worker yet.");
+    return;
+  }
   const slot = Math.max(22, Math.min(64, Math.floor((box.clientWidth - LEFT) / Math.max(1, turns.length))));
   const width = LEFT + slot * turns.length + 8;
   const tops = [...turns.flatMap((t) => [t.held, t.budget]), ...compactions.map((c) => c.before), 1];
