@@ -47,6 +47,10 @@ class WindowFlashAttention(WindowBackend, FlashAttentionBackend):
         pages = torch.arange(0, metadata.max_seq_len_k, self.page_size, device=rows.device)
         columns = (start[:, None] + pages).clamp(max=self._width - 1)
         metadata.page_table = self.req_to_token[rows[:, None], columns] // self.page_size
+        if metadata.scheduler_metadata is not None:  # it was made for whole rows
+            metadata.scheduler_metadata = self._compute_scheduler_metadata(
+                len(rows), max(metadata.max_seq_len_k, 1), metadata.cache_seqlens_int32, metadata.cu_seqlens_q
+            )
 
     def _set_decode_page_metadata(
         self, plan: Any, metadata: Any, req_pool_indices: Tensor, seq_lens: Tensor, seq_len_delta: int

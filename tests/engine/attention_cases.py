@@ -301,7 +301,7 @@ def test_triton_graph_decode_refills_the_same_buffers(arguments: Any, page: int)
 
     at_capture = recorded()
     assert not plan.slot.any()
-    for step in range(3):
+    for step in range(2):
         batch = rig.batch(ForwardMode.DECODE, ORDER, padded=2)
         rig.backend.init_forward_metadata_out_graph(batch)
         assert recorded() == at_capture
@@ -441,9 +441,12 @@ def fa3(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     asked: list[dict[str, Any]] = []
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
         setattr(attention, name, None)
-    attention.get_scheduler_metadata = (  # type: ignore[attr-defined]
-        lambda **options: asked.append({**options, "cache_seqlens": options["cache_seqlens"].tolist()})
-    )
+
+    def schedule(**options: Any) -> torch.Tensor:
+        asked.append({**options, "cache_seqlens": options["cache_seqlens"].tolist()})
+        return torch.zeros(5, dtype=torch.int32)
+
+    attention.get_scheduler_metadata = schedule  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sgl_kernel", kernels)
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", attention)
 
@@ -481,6 +484,8 @@ def test_fa3_tables_begin_at_windows(fa3: Any, page: int, mode: ForwardMode, new
     assert metadata.cu_seqlens_k.diff().tolist() == metadata.cache_seqlens_int32.tolist()
     assert metadata.cu_seqlens_q.diff().tolist() == batch.extend_seq_lens_cpu
     assert metadata.max_seq_len_k >= max(metadata.cache_seqlens_int32)
+    if mode.is_decode():
+        assert rig.backend.asked[-1]["cache_seqlens"] == metadata.cache_seqlens_int32.tolist()
 
 
 def test_fa3_without_prefixes_queries_stay_whole(fa3: Any) -> None:
