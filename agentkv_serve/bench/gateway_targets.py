@@ -91,7 +91,7 @@ def targets(
 
 
 def ready(found: Sequence[Target]) -> str:
-    """What our gateway says of itself. Raises RuntimeError when it does not use its store: its figures would flatter."""
+    """What our gateway says of itself. Raises RuntimeError when it does not use its store: figures would flatter."""
     port = next(target.port for target in found if target.name == "agentkv")
     state = httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).json()["status"]
     if state != "ready":

@@ -33,7 +33,7 @@ from tests.gateway.valkey import ValkeyProcess
 RIGHTS = (
     "~agentkv:v1:* -@all +eval +evalsha +get +set +del +exists +mget +incrby +decrby +pexpire "
     "+hget +hset +hdel +hgetall +hkeys +hmget +hlen +hincrby +sadd +smembers "
-    "+zadd +zcard +zrange +zrem +zrangebyscore +client|setname +client|setinfo"
+    "+zadd +zcard +zrange +zrem +zrangebyscore +client|setname +select"
 )
 
 

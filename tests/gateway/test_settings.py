@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 from agentkv_serve.gateway.cli import app
@@ -93,3 +94,18 @@ def test_wrong_flags_stop_the_command(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert said in done.output
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, each in model.model_fields.items():
+        kind = each.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from leaves(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_setting_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    table = text[text.index("| setting | default |") :]
+    assert [name for name in leaves(Settings) if f"`{name}`" not in table] == []
