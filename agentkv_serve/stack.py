@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from agentkv_serve.children import Child, ChildDied, free_port, port_is_free, uninterrupted
+from agentkv_serve.engine.keys import ENVIRONMENT as ENGINE_KEY
 
 PORT = 8000
 AGENTKV = (sys.executable, "-m", "agentkv_serve")
@@ -87,8 +88,9 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         for i, engine_port in enumerate(engine_ports):
             name = "engine" if settings.workers == 1 else f"engine {i}"
             command = [*AGENTKV, "engine", "--model-path", str(settings.model), "--port", str(engine_port)]
-            command += ["--api-key", key, *settings.engine_flags]
-            children.append(Child(name, command, logs / f"engine-{i}.log", os.environ))
+            command += settings.engine_flags
+            with_key = {**os.environ, ENGINE_KEY: key}  # a command line is everybody's to read
+            children.append(Child(name, command, logs / f"engine-{i}.log", with_key))
         for engine, url in zip(children, engine_urls, strict=True):
             await_healthy(engine, f"{url}/health", key, deadline, report)
         environment = {
