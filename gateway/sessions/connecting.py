@@ -66,8 +66,9 @@ def server_of(settings: StoreSettings) -> Server:
     tls = ssl.create_default_context(cafile=settings.ca_file) if url.startswith("rediss") else None
     if url.startswith(_SENTINELS):
         return _by_sentinels(url, settings, tls)
+    given: dict[str, Any] = {**parse_url(url)}
     known = ("host", "port", "path", "username", "password", "db")
-    return Server(**{name: value for name, value in parse_url(url).items() if name in known}, tls=tls)
+    return Server(tls=tls, **{name: given[name] for name in known if name in given})
 
 
 def _by_sentinels(url: str, settings: StoreSettings, tls: ssl.SSLContext | None) -> Server:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 from aiohttp.payload import BytesPayload
-from yarl import URL
 
 from agentkv_serve.gateway.settings import UpstreamSettings
 
@@ -74,7 +73,6 @@ class EngineClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("user-agent", "accept", "accept-encoding"),
         )
-        self._urls: dict[str, URL] = {}  # a few for each worker: parsed once
 
     async def close(self) -> None:
         """Close all connections."""
@@ -87,7 +85,7 @@ class EngineClient:
         sending = {**_headers(worker), "content-type": "application/json", **(headers or {})}
         try:
             response = await self._session.post(
-                self._url(worker.url + path), data=BytesPayload(body), headers=sending, allow_redirects=False
+                worker.url + path, data=BytesPayload(body), headers=sending, allow_redirects=False
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise UpstreamError(_say(error), sent=False) from error
@@ -123,12 +121,6 @@ class EngineClient:
         """Which tokens of a session the worker holds: over all layers, or in one. Raises UpstreamError."""
         query = f"?session={key}" + ("" if layer is None else f"&layer={layer}")
         return dict(orjson.loads(await self._get(worker, f"/agentkv/kv_map{query}")))
-
-    def _url(self, text: str) -> URL:
-        url = self._urls.get(text)
-        if url is None:
-            url = self._urls[text] = URL(text)
-        return url
 
     async def _get(self, worker: Address, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._settings.control, sock_connect=self._settings.connect)
