@@ -4,45 +4,57 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from agentkv_serve.engine.policies import Policy
+from agentkv_serve.engine.policies import AutoBudget, Policy
 from agentkv_serve.evaluation.session import Arm
 
 PROTOCOL = 1
 """Raised whenever the replay or a measure changes its meaning: older results are then computed again."""
 
+AUTO_FLOOR = 256
+"""Smallest budget that `auto` may choose here; trajectories are shorter than what a worker's default is for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A share of a trajectory's length, or a number of KV tokens per layer and KV head."""
+    """A share of a trajectory's length, a number of KV tokens per layer and KV head, or chosen as the session goes."""
 
     text: str
-    share: float | None
-    tokens: int
+    share: float | None = None
+    tokens: int = 0
+    auto: AutoBudget | None = None
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """`12.5%`, `0.125` (a share) or `512` (tokens).
+        """`12.5%`, `0.125` (a share), `512` (tokens), `auto` or `auto:0.01` (predicted loss of at most that).
 
         Raises:
             ValueError: none of these.
         """
+        kind, _, epsilon = text.partition(":")
         try:
+            if kind == "auto":
+                auto = AutoBudget(floor=AUTO_FLOOR)
+                return cls(text, auto=replace(auto, epsilon=float(epsilon)) if epsilon else auto)
             if text.endswith("%"):
                 share = float(text[:-1]) / 100
             elif float(text) < 1:
                 share = float(text)
             else:
-                return cls(text, None, int(text))
+                return cls(text, tokens=int(text))
         except ValueError:
             share = 0.0
         if not 0 < share < 1:
-            raise ValueError(f"budget {text!r} is neither a share (12.5% or 0.125) nor a number of tokens (512)")
-        return cls(f"{share * 100:g}%", share, 0)
+            raise ValueError(
+                f"budget {text!r} is neither a share (12.5% or 0.125) nor a number of tokens (512) nor auto"
+            )
+        return cls(f"{share * 100:g}%", share)
 
     def of(self, length: int) -> int:
-        """KV tokens for a trajectory of `length` tokens."""
+        """KV tokens for a trajectory of `length` tokens; for `auto` the cap."""
+        if self.auto:
+            return length - 1
         return self.tokens if self.share is None else int(self.share * length)
 
 
@@ -70,19 +82,12 @@ def arms_of(entrants: Iterable[Entrant], budgets: Iterable[Budget], length: int,
             least = entrant.policy.least_budget
             if tokens < least:
                 raise ValueError(f"{entrant.name} needs a budget of {least} tokens; {budget.text} is {tokens}")
-            arms.append(Arm(f"{entrant.name}@{budget.text}", entrant.policy, tokens, say, entrant.noise))
+            arms.append(Arm(f"{entrant.name}@{budget.text}", entrant.policy, tokens, say, entrant.noise, budget.auto))
     return arms
 
 
 def fingerprint(arm: Arm, protocol: dict[str, object]) -> str:
     """Hash of everything that an arm's numbers depend on beside the code: settings of the policy and of the replay."""
-    settings = (
-        PROTOCOL,
-        repr(arm.policy),
-        arm.policy.name,
-        arm.budget,
-        arm.say_phase,
-        arm.noise,
-        sorted(protocol.items()),
-    )
+    own = (arm.policy.name, repr(arm.policy), arm.budget, arm.say_phase, arm.noise, repr(arm.auto))
+    settings = (PROTOCOL, *own, sorted(protocol.items()))
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]

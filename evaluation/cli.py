@@ -44,7 +44,9 @@ def quality(
     json_out: Out,
     more: More = None,
     policies: Annotated[str, typer.Option(help="Names, comma-separated; `name[setting=value;…]`; or `all`.")] = "all",
-    budget: Annotated[str, typer.Option(help="Shares (12.5%) or tokens (512), comma-separated.")] = "12.5%,25%,50%",
+    budget: Annotated[
+        str, typer.Option(help="Shares (12.5%), tokens (512), auto or auto:EPSILON; comma-separated.")
+    ] = ("12.5%,25%,50%"),
     model: Model = None,
     split: Split = None,
     limit: Limit = None,
@@ -54,6 +56,9 @@ def quality(
     say_phase: Say = "others",
     dtype: Dtype = "float32",
     device: Device = "cpu",
+    measured_from: Annotated[
+        str | None, typer.Option(help="Budget from whose first compression on all arms count; default: its own.")
+    ] = None,
     folder: Folder = None,
     statistics: Annotated[Path | None, typer.Option(help="Of triattention; default: made from the other half.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw plots beside the summary.")] = True,
@@ -79,6 +84,7 @@ def quality(
             length=length,
             least=least,
             limit=limit,
+            measured_from=Budget.parse(measured_from) if measured_from else None,
             chunk=chunk,
             say_phase=say_phase,
             dtype=getattr(torch, dtype),

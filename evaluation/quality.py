@@ -38,6 +38,7 @@ class Settings:
 
     Trajectories are cut to `length` tokens, those shorter than `least` are left out: a share of them is a budget that
     the published windows alone would fill. chunk, every: as in `replay`.
+    measured_from: all arms count from where this budget is first exceeded (default: each from its own).
     """
 
     model: Path
@@ -48,6 +49,7 @@ class Settings:
     length: int = 3072
     least: int = 2048
     limit: int | None = None
+    measured_from: Budget | None = None
     chunk: int = 128
     every: int = 128
     say_phase: str = "others"
@@ -56,7 +58,9 @@ class Settings:
 
     def protocol(self) -> dict[str, object]:
         """The part that the numbers of every arm depend on."""
+        own = {"measured_from": self.measured_from.text} if self.measured_from else {}
         return {
+            **own,
             "model": self.model.name,
             "length": self.length,
             "chunk": self.chunk,
@@ -131,7 +135,8 @@ def evaluate(
     scored = {}
     for session, track in zip(sessions, meter.tracks, strict=True):
         # The same tokens for every policy, whether it compresses prefills or not, and whoever else takes part.
-        start = first_compaction(trajectory, session.arm.budget, chunk=settings.chunk, every=settings.every)
+        budget = settings.measured_from.of(len(trajectory.ids)) if settings.measured_from else session.arm.budget
+        start = first_compaction(trajectory, budget, chunk=settings.chunk, every=settings.every)
         scored[session.arm.name] = score_arm(trajectory, meter, track, session, start, copies)
     return scored
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentkv_serve.engine.policies import Policy, Rope, Window, entry_positions
+from agentkv_serve.engine.policies import AutoBudget, Policy, Rope, Window, entry_positions
 from agentkv_serve.evaluation.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One competitor: a policy at a budget of KV tokens per layer and KV head."""
+    """One competitor: a policy at a budget of KV tokens per layer and KV head; with `auto`, at most that budget."""
 
     name: str
     policy: Policy
@@ -24,6 +24,7 @@ class Arm:
     say_phase: str = "others"
     noise: float = 0.0
     """Share of tokens whose label the policy sees wrong, drawn at random (ablation)."""
+    auto: AutoBudget | None = None
 
 
 class Cache:
@@ -63,7 +64,7 @@ class Session:
         self, decoder: Decoder, arm: Arm, labels: npt.NDArray[np.int8], name: str, rope: Rope | None = None
     ) -> None:
         self.arm = arm
-        self.budget = arm.budget
+        self.budget = min(arm.budget, max(arm.auto.floor, arm.policy.least_budget)) if arm.auto else arm.budget
         self.cache: Cache | None = None
         self.positions: Tensor | None = None  # [L, Hkv, held at the last compaction] int32
         self.kept: Tensor | None = None  # [L, Hkv, since] bool: which of the tokens before `since` are held
@@ -98,9 +99,17 @@ class Session:
             self._ring[layer, entries] = queries[:, tokens].transpose(0, 1)
 
     def compress(self, trunk: Cache, length: int) -> None:
-        """Compresses the session to its budget after `length` tokens. `trunk` is the uncompressed row's cache."""
+        """Compresses the session to its budget after `length` tokens. `trunk` is the uncompressed row's cache.
+
+        With an automatic budget the budget is decided first; where nothing can go, nothing is done.
+        """
         source = self.cache or trunk
         window = self._window(source, length)
+        if self.arm.auto:
+            self.budget = self.arm.auto.choose(self.arm.policy, window, min(self.arm.budget, source.held))
+            window = replace(window, keep=self.budget)
+            if self.budget >= source.held:
+                return
         choice = self.arm.policy.choose(window)
         kept = choice.kept
         if self.cache is None:
@@ -131,7 +140,7 @@ class Session:
             v_buffers=[layer[:, : source.held].transpose(0, 1) for layer in source.values],
             slots=torch.arange(source.held, device=device),
             positions=positions,
-            keep=self.budget,
+            keep=min(self.budget, source.held),
             length=length,
             since=self.since,
             queries=self._ring,

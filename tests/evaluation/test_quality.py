@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentkv_serve.cli import app
-from agentkv_serve.engine.policies import get_policy, policy_names
+from agentkv_serve.engine.policies import AutoBudget, get_policy, policy_names
 from agentkv_serve.evaluation.ablate import entrants
 from agentkv_serve.evaluation.arms import Budget, Entrant, arms_of
 from agentkv_serve.evaluation.cli import parse_policies
@@ -19,7 +19,9 @@ def test_budgets() -> None:
     assert Budget.parse("12.5%") == Budget.parse("0.125")
     assert Budget.parse("12.5%").of(3072) == 384
     assert Budget.parse("512").of(3072) == 512
-    for text in ("0", "-5%", "many", "120%", "1e9%"):
+    assert Budget.parse("auto:0.05").auto == AutoBudget(epsilon=0.05, floor=256)
+    assert Budget.parse("auto").of(3072) == 3071
+    for text in ("auto:little", "0", "-5%", "many", "120%", "1e9%"):
         with pytest.raises(ValueError, match="neither a share"):
             Budget.parse(text)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import write_model
 
-from agentkv_serve.engine.policies import get_policy
+from agentkv_serve.engine.policies import AutoBudget, get_policy
 from agentkv_serve.evaluation.meter import Meter
 from agentkv_serve.evaluation.replay import first_compaction, replay
 from agentkv_serve.evaluation.session import Arm, Session
@@ -117,3 +117,21 @@ def test_first_compaction_is_known_beforehand(folder: Path, budget: int) -> None
     policy = get_policy("agentkv", sinks=2, recent=4)
     (session,), _ = measured(decoder, trajectory, [Arm("one", policy, budget)], chunk=33, every=20)
     assert first_compaction(trajectory, budget, chunk=33, every=20) == next(iter(session.compactions), None)
+
+
+def test_an_automatic_budget_follows_the_bound(folder: Path) -> None:
+    decoder, _ = runs.model(folder)
+    trajectory = runs.trajectory(folder, turns=5)
+    policy = get_policy("agentkv", sinks=4, recent=8)
+    arms = [
+        Arm(f"{epsilon}", policy, len(trajectory.ids) - 1, auto=AutoBudget(epsilon=epsilon, floor=64))
+        for epsilon in (1.0, 0.1, -1.0)
+    ]
+    (loose, middle, strict), meter = measured(decoder, trajectory, arms, chunk=64, every=32)
+    assert loose.budget == 64
+    assert not strict.compactions
+    assert 64 < middle.budget < len(trajectory.ids)
+    predicted = ~np.isnan(meter.tracks[0].kl)
+    held = [track.held[predicted].mean() for track in meter.tracks]
+    assert held[0] < held[1] < held[2]
+    assert not meter.tracks[2].kl[predicted].any()
