@@ -136,6 +136,7 @@ def around_close(original: Any, controller: Any, session_id: str) -> None:
     runtime = runtime_module.current()
     if runtime is not None and session_id not in controller.sessions:
         runtime.sessions.close(session_id, "idle" if timed_out else None)
+        runtime.sessions.sweep()
         runtime.metrics.closed(runtime)
 
 

@@ -155,5 +155,5 @@ class SessionTable:
     def sweep(self) -> None:
         """Drops tombstones that have outlived their time."""
         limit = self._clock() - self._tombstone_seconds
-        for key in [r.key for r in self if r.kv is None and r.last_used < limit]:
+        for key in [r.key for r in self if r.kv is None and r.running is None and r.last_used < limit]:
             del self._records[key]

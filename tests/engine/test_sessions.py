@@ -81,7 +81,8 @@ def test_tombstones_go_after_their_time_and_live_sessions_stay(table: SessionTab
     live = table.admit(spec(0, "live"))
     table.bind(live, KvState(row=1, slot=1, policy="agentkv"))
     table.admit(spec(0, "dead"))
+    table.admit(spec(0, "running")).running = "rid"
     clock.now = 101.0
     table.admit(spec(0, "fresh"))
     table.sweep()
-    assert sorted(record.key for record in table) == ["fresh", "live"]
+    assert sorted(record.key for record in table) == ["fresh", "live", "running"]
