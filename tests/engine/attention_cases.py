@@ -32,6 +32,7 @@ from tiny_models import write_model
 
 from agentkv_serve.engine.attention.window import WindowBackend
 from agentkv_serve.engine.policies import Sampler
+from agentkv_serve.engine.policies import get_policy
 from agentkv_serve.engine.state import ModelShape, SessionSlots
 
 CONTEXT, ROWS, LAYERS, KV_HEADS, GROUP, DIM = 512, 6, 2, 2, 2, 16
@@ -133,9 +134,10 @@ class Rig:
             plan=None,
             starts=[],
         )
+        policy = get_policy("agentkv")
         for row, slot in ((3, 1), (5, 2)):
             slots.row_slot[row] = slot
-            slots.lay_out(slot, (Sampler(8),) * 4, (0, 1, 2, 3, 0, 1))
+            slots.lay_out(slot, policy.samplers, policy.ring_table())
 
     def window(self, row: int, end: int | None = None) -> torch.Tensor:
         """Pool slots that row `row` reads up to position `end`."""
