@@ -31,7 +31,6 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 from tiny_models import write_model
 
 from agentkv_serve.engine.attention.window import WindowBackend
-from agentkv_serve.engine.policies import Sampler
 from agentkv_serve.engine.policies import get_policy
 from agentkv_serve.engine.state import ModelShape, SessionSlots
 
