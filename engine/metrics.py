@@ -143,6 +143,6 @@ class WorkerMetrics:
         for phase in Phase:
             self.held.labels(phase.name.lower()).set(float(held[phase]))
             self.evicted.labels(phase.name.lower()).set(float(evicted[phase]))
-        while self._unread and self._unread[0][1].query():
+        while self._unread and self._unread[0][1].query():  # type: ignore[no-untyped-call]
             began, ended = self._unread.pop(0)
             self.seconds.observe(began.elapsed_time(ended) / 1e3)

@@ -22,7 +22,7 @@ def load_model(folder: Path, device: torch.device) -> Any:
     """The model in float32, with the attention step given to whoever holds the session."""
     import transformers
 
-    transformers.AttentionInterface.register(NAME, _attention)  # type: ignore[no-untyped-call]
+    transformers.AttentionInterface.register(NAME, _attention)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=NAME)
     return model.to(device).eval()
 
