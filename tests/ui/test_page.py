@@ -235,6 +235,6 @@ def test_forgetting_the_key_closes_the_page(tab: Tab, session: str) -> None:
     tab.open(KEY)
     tab.page.get_by_role("link", name=session).wait_for()
     tab.page.get_by_role("button", name="Forget key").click()
-    assert tab.page.get_by_label("Key", exact=True).is_visible()
+    tab.page.get_by_label("Key", exact=True).wait_for()
     assert tab.page.evaluate("() => sessionStorage.length") == 0
     assert not re.search(session, tab.page.locator("main").inner_text())
