@@ -75,7 +75,7 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
 
     Raises:
         StackError: a given port is taken, or a child is not healthy in time.
-        ChildDied: a child ended while starting.
+        ChildDied: a child ended, while starting or while the stack was in use and something failed for it.
     """
     engine_ports, port = choose_ports(settings)
     key = secrets.token_hex(16)
@@ -107,6 +107,11 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
         yield Stack(f"http://127.0.0.1:{port}", engine_urls, key, logs, tuple(children))
     except (StackError, ChildDied):
         failed = True
+        raise
+    except Exception:
+        failed = True
+        for child in children:  # a child's death explains a failed call better than the call's own error
+            child.check()
         raise
     finally:
         with uninterrupted():

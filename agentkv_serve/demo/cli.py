@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import openai
 import typer
 from rich.console import Console
 
@@ -78,6 +79,9 @@ def demo(
         raise typer.Exit(130) from None
     except (ModelError, StackError, ChildDied) as error:
         typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except openai.OpenAIError as error:
+        typer.echo(f"error: the agent's call failed: {error}", err=True)
         raise typer.Exit(1) from error
     if json_file:
         head = {"budget": budget, "model": name, "client": "langchain" if langchain else "openai"}
