@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from agentkv_serve.gateway.app import create_app
 from agentkv_serve.gateway.runtime import Runtime
+from agentkv_serve.gateway.sessions.rendering import Renderer
 from agentkv_serve.gateway.settings import Settings
 from tests.gateway.engine import Body, FakeEngine
 from tests.gateway.model_folder import byte_tokenizer, write_model_folder
@@ -70,28 +72,54 @@ class Stack:
 Start = Callable[..., Stack]
 
 
+def starter(model_folder: Path, running: ExitStack) -> Start:
+    """Starts stacks that end with `running`; keyword arguments are gateway settings."""
+
+    def run(engines: int = 1, **settings: Any) -> Stack:
+        doubles = [FakeEngine(byte_tokenizer()) for _ in range(engines)]
+        servers = [running.enter_context(Serving(double.app)) for double in doubles]
+        workers = [{"url": server.url, "id": f"w{i}"} for i, server in enumerate(servers)]
+        app = create_app(Settings(**{"model_path": model_folder, "workers": workers, **settings}))
+        gateway = running.enter_context(Serving(app))
+        stack = Stack(doubles, servers, gateway, app)
+        running.callback(stack.http.close)
+        return stack
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_renderer_for_each_model() -> Iterator[None]:
+    """Tables of a vocabulary are built once, not for every gateway of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Renderer, "load", functools.cache(Renderer.load))
+        yield
+
+
 @pytest.fixture
 def start(model_folder: Path) -> Iterator[Start]:
     """Starts stacks: `start(engines=2, api_key="k", …)`; keyword arguments are gateway settings."""
     with ExitStack() as running:
-
-        def run(engines: int = 1, **settings: Any) -> Stack:
-            doubles = [FakeEngine(byte_tokenizer()) for _ in range(engines)]
-            servers = [running.enter_context(Serving(double.app)) for double in doubles]
-            workers = [{"url": server.url, "id": f"w{i}"} for i, server in enumerate(servers)]
-            app = create_app(Settings(**{"model_path": model_folder, "workers": workers, **settings}))
-            gateway = running.enter_context(Serving(app))
-            stack = Stack(doubles, servers, gateway, app)
-            running.callback(stack.http.close)
-            return stack
-
-        yield run
+        yield starter(model_folder, running)
 
 
 @pytest.fixture
 def stack(start: Start) -> Stack:
     """One gateway with one engine and the default settings."""
     return start()
+
+
+@pytest.fixture(scope="module")
+def _shared(model_folder: Path) -> Iterator[Stack]:
+    with ExitStack() as running:
+        yield starter(model_folder, running)()
+
+
+@pytest.fixture
+def shared(_shared: Stack) -> Stack:
+    """As `stack`, but one for all tests of a module that do not mind the sessions of others."""
+    _shared.engine.forget()
+    return _shared
 
 
 def user(text: str) -> Body:

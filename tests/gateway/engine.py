@@ -96,6 +96,13 @@ class FakeEngine:
 
     # ---- control ------------------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        """Answer as at first, with nothing seen."""
+        self.script = lambda body: Answer("Hello from the model.")
+        self.tolerant = False
+        for seen in (self.requests, self.headers, self.aborted, self.ended, self.closed):
+            seen.clear()
+
     def restart(self) -> None:
         """Lose all state, as a restarted process would."""
         self.started = time.time() + 1

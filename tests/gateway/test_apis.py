@@ -33,25 +33,25 @@ def complete(stack: Stack, headers: dict[str, str] | None = None, **fields: Any)
         ({"use_beam_search": True}, "beam_search"),
     ],
 )
-def test_completions_run_without_a_session(stack: Stack, fields: dict[str, Any], reason: str) -> None:
-    reply = complete(stack, logprobs=1, **fields)
+def test_completions_run_without_a_session(shared: Stack, fields: dict[str, Any], reason: str) -> None:
+    reply = complete(shared, logprobs=1, **fields)
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-agentkv-session-state"] == "stateless"
     assert reply.headers["x-agentkv-stateless-reason"] == reason
     usage = reply.json()["usage"]
     assert usage["agentkv"] == {"state": "stateless", "reason": reason}
     assert usage["prompt_tokens_details"]["cached_tokens"] == 3
-    sent = stack.engine.requests[0]
+    sent = shared.engine.requests[0]
     assert sent["prompt"] == fields.get("prompt", "Once") and "messages" not in sent
-    with_session = complete(stack, {"X-AgentKV-Session": "s"}, **fields)
+    with_session = complete(shared, {"X-AgentKV-Session": "s"}, **fields)
     if reason == "raw_prompt":
         assert with_session.status_code == 200
     else:
         expect(with_session, 400, f"{reason}_not_supported_in_session")
 
 
-def test_streamed_completions(stack: Stack) -> None:
-    reply = complete(stack, stream=True, stream_options={"include_usage": True})
+def test_streamed_completions(shared: Stack) -> None:
+    reply = complete(shared, stream=True, stream_options={"include_usage": True})
     frames = [f for f in reply.text.split("\n\n") if f]
     assert frames[-1] == "data: [DONE]"
     assert json.loads(frames[0][6:])["choices"][0]["text"] == "ok"
@@ -60,21 +60,21 @@ def test_streamed_completions(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], 3, {"a": 1}])
-def test_prompts_of_a_wrong_type(stack: Stack, prompt: Any) -> None:
-    reply = stack.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
+def test_prompts_of_a_wrong_type(shared: Stack, prompt: Any) -> None:
+    reply = shared.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
     if prompt == "":
         assert reply.status_code == 200
     else:
         expect(reply, 400, "invalid_request")
 
 
-def test_embeddings_are_refused_clearly(stack: Stack) -> None:
-    expect(stack.http.post("/v1/embeddings", json={"model": "tiny", "input": "x"}), 501, "not_supported")
+def test_embeddings_are_refused_clearly(shared: Stack) -> None:
+    expect(shared.http.post("/v1/embeddings", json={"model": "tiny", "input": "x"}), 501, "not_supported")
 
 
-def test_messages_errors_have_anthropics_shape(stack: Stack) -> None:
+def test_messages_errors_have_anthropics_shape(shared: Stack) -> None:
     body: dict[str, Any] = {"model": "gpt-9", "max_tokens": 5, "messages": [user("Hi")]}
-    reply = stack.http.post("/v1/messages", json=body)
+    reply = shared.http.post("/v1/messages", json=body)
     assert reply.status_code == 404
     assert reply.json()["type"] == "error" and reply.json()["error"]["type"] == "not_found_error"
     for broken in (
@@ -85,7 +85,7 @@ def test_messages_errors_have_anthropics_shape(stack: Stack) -> None:
         {**body, "model": "tiny", "tools": [{"name": "w"}], "tool_choice": {"type": "some"}},
         [1],
     ):
-        reply = stack.http.post("/v1/messages", json=broken)
+        reply = shared.http.post("/v1/messages", json=broken)
         assert reply.status_code == 400
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
@@ -98,20 +98,20 @@ def test_messages_errors_have_anthropics_shape(stack: Stack) -> None:
         (Answer("", calls=[("weather", '{"city": "X"}')]), "tool_use"),
     ],
 )
-def test_messages_say_why_they_stopped(stack: Stack, answer: Answer, stop: str) -> None:
-    stack.engine.script = lambda body: answer
+def test_messages_say_why_they_stopped(shared: Stack, answer: Answer, stop: str) -> None:
+    shared.engine.script = lambda body: answer
     body = {"model": "tiny", "max_tokens": 5, "messages": [user("Hi")], "stop_sequences": ["END"]}
-    assert stack.http.post("/v1/messages", json=body).json()["stop_reason"] == stop
-    assert stack.engine.requests[0]["stop"] == ["END"]
-    streamed = stack.http.post("/v1/messages", json={**body, "stream": True}).text
+    assert shared.http.post("/v1/messages", json=body).json()["stop_reason"] == stop
+    assert shared.engine.requests[0]["stop"] == ["END"]
+    streamed = shared.http.post("/v1/messages", json={**body, "stream": True}).text
     assert f'"stop_reason":"{stop}"' in streamed
     assert streamed.rstrip().endswith('data: {"type":"message_stop"}')
 
 
-def test_a_messages_stream_that_breaks_ends_in_an_error_event(stack: Stack) -> None:
-    stack.engine.script = lambda body: Answer("one two three", die_after=1)
+def test_a_messages_stream_that_breaks_ends_in_an_error_event(shared: Stack) -> None:
+    shared.engine.script = lambda body: Answer("one two three", die_after=1)
     body = {"model": "tiny", "max_tokens": 5, "messages": [user("Hi")], "stream": True}
-    assert "event: error\n" in stack.http.post("/v1/messages", json=body).text
+    assert "event: error\n" in shared.http.post("/v1/messages", json=body).text
 
 
 def test_responses_go_on_from_kept_ones_only_for_their_owner(start: Start) -> None:
@@ -134,7 +134,7 @@ def test_responses_go_on_from_kept_ones_only_for_their_owner(start: Start) -> No
     assert stack.http.get(f"/v1/responses/{unkept.json()['id']}", headers=alice).status_code == 404
 
 
-def test_responses_refuse_what_they_cannot_do(stack: Stack) -> None:
+def test_responses_refuse_what_they_cannot_do(shared: Stack) -> None:
     for fields in (
         {"tools": [{"type": "web_search"}]},
         {"background": True},
@@ -144,16 +144,16 @@ def test_responses_refuse_what_they_cannot_do(stack: Stack) -> None:
         {"previous_response_id": 7},
         {"previous_response_id": "resp_none"},
     ):
-        reply = stack.http.post("/v1/responses", json={"model": "tiny", "input": "Hi", **fields})
+        reply = shared.http.post("/v1/responses", json={"model": "tiny", "input": "Hi", **fields})
         assert reply.status_code == 400, reply.text
-    assert stack.engine.requests == []
+    assert shared.engine.requests == []
 
 
-def test_structured_output_reaches_the_engine(stack: Stack) -> None:
+def test_structured_output_reaches_the_engine(shared: Stack) -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
-    stack.http.post("/v1/responses", json={"model": "tiny", "input": "Hi", "text": {"format": form}})
+    shared.http.post("/v1/responses", json={"model": "tiny", "input": "Hi", "text": {"format": form}})
     schema = {"name": "n", "schema": {"type": "object"}, "strict": True}
-    assert stack.engine.requests[0]["response_format"] == {"type": "json_schema", "json_schema": schema}
+    assert shared.engine.requests[0]["response_format"] == {"type": "json_schema", "json_schema": schema}
 
 
 def test_owners_see_and_end_their_sessions(stack: Stack) -> None:
@@ -239,14 +239,14 @@ def test_workers_come_and_go(start: Start) -> None:
     expect(stack.http.get("/admin/workers/none", headers=ADMIN), 404, "worker_not_found")
 
 
-def test_tools_of_all_apis_render_alike(stack: Stack) -> None:
+def test_tools_of_all_apis_render_alike(shared: Stack) -> None:
     schema = WEATHER["function"]["parameters"]
-    stack.post([user("Hi")], tools=[WEATHER])
+    shared.post([user("Hi")], tools=[WEATHER])
     tool = {"name": "weather", "description": "Weather of a city"}
     body = {"model": "tiny", "max_tokens": 9, "messages": [user("Hi")], "tools": [{**tool, "input_schema": schema}]}
-    stack.http.post("/v1/messages", json=body)
+    shared.http.post("/v1/messages", json=body)
     tools = [{"type": "function", **tool, "parameters": schema}]
-    stack.http.post("/v1/responses", json={"model": "tiny", "input": "Hi", "tools": tools})
-    prompts = [stack.engine.text(request) for request in stack.engine.requests]
+    shared.http.post("/v1/responses", json={"model": "tiny", "input": "Hi", "tools": tools})
+    prompts = [shared.engine.text(request) for request in shared.engine.requests]
     shown = [json.loads(prompt.split("# Tools\n")[1].split("\n")[0]) for prompt in prompts]
     assert shown == [WEATHER] * 3

@@ -152,29 +152,29 @@ def test_a_body_without_a_length_is_bounded_too(start: Start) -> None:
     expect(reply, 413, "body_too_large")
 
 
-def test_several_choices_run_without_a_session_or_are_refused_in_one(stack: Stack) -> None:
-    expect(stack.post(M, headers={"X-AgentKV-Session": "s"}, n=2), 400, "n_not_supported_in_session")
-    reply = stack.post(M, n=2)
+def test_several_choices_run_without_a_session_or_are_refused_in_one(shared: Stack) -> None:
+    expect(shared.post(M, headers={"X-AgentKV-Session": "s"}, n=2), 400, "n_not_supported_in_session")
+    reply = shared.post(M, n=2)
     assert reply.status_code == 200
     assert len(reply.json()["choices"]) == 2
     assert reply.headers["x-agentkv-session-state"] == "stateless"
     assert reply.headers["x-agentkv-stateless-reason"] == "n"
-    sent = stack.engine.requests[0]
+    sent = shared.engine.requests[0]
     assert sent["messages"] == M and "input_ids" not in sent and "custom_params" not in sent
     assert sent["cache_salt"]
 
 
 @pytest.mark.parametrize("name", ["rid", "cache_salt", "priority", "return_token_ids", "made_up"])
-def test_other_control_fields_are_dropped(stack: Stack, name: str) -> None:
-    stack.say([user("Hi")], **{name: "mine"})
-    assert stack.engine.requests[0].get(name) != "mine"
+def test_other_control_fields_are_dropped(shared: Stack, name: str) -> None:
+    shared.say([user("Hi")], **{name: "mine"})
+    assert shared.engine.requests[0].get(name) != "mine"
 
 
-def test_unknown_paths_and_methods_are_answered_in_the_same_shape(stack: Stack) -> None:
-    expect(stack.http.get("/v1/nothing"), 404, "not_found")
-    expect(stack.http.get("/v1/chat/completions"), 405, "method_not_allowed")
-    expect(stack.http.post("/abort_request", json={"rid": ""}), 404, "not_found")
-    expect(stack.http.get("/v1/models/gpt-9"), 404, "model_not_found")
+def test_unknown_paths_and_methods_are_answered_in_the_same_shape(shared: Stack) -> None:
+    expect(shared.http.get("/v1/nothing"), 404, "not_found")
+    expect(shared.http.get("/v1/chat/completions"), 405, "method_not_allowed")
+    expect(shared.http.post("/abort_request", json={"rid": ""}), 404, "not_found")
+    expect(shared.http.get("/v1/models/gpt-9"), 404, "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -196,15 +196,15 @@ def test_unknown_paths_and_methods_are_answered_in_the_same_shape(stack: Stack) 
     ],
 )
 @pytest.mark.parametrize("streamed", [True, False])
-def test_refusals_of_the_engine(stack: Stack, refuse: tuple[int, str], status: int, code: str, streamed: bool) -> None:
+def test_refusals_of_the_engine(shared: Stack, refuse: tuple[int, str], status: int, code: str, streamed: bool) -> None:
     from tests.gateway.engine import Answer
 
     messages = [user("Hi")]
-    stack.say(messages, headers={"X-AgentKV-Session": "s"})
+    shared.say(messages, headers={"X-AgentKV-Session": "s"})
     messages.append(user("More"))
-    stack.engine.script = lambda body: Answer(refuse=refuse)
-    reply = stack.post(messages, headers={"X-AgentKV-Session": "s"}, stream=streamed)
+    shared.engine.script = lambda body: Answer(refuse=refuse)
+    reply = shared.post(messages, headers={"X-AgentKV-Session": "s"}, stream=streamed)
     expect(reply, status, code)
     assert "secret" not in reply.text
-    stack.engine.script = lambda body: Answer("fine")
-    assert stack.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"
+    shared.engine.script = lambda body: Answer("fine")
+    assert shared.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"

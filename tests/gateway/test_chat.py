@@ -15,10 +15,10 @@ def lines(text: str) -> list[str]:
     return [frame for frame in text.split("\n\n") if frame]
 
 
-def test_a_turn_goes_to_the_engine_as_token_ids(stack: Stack) -> None:
-    stack.say([system("Be brief."), user("Hi")], temperature=0, max_completion_tokens=9, top_k=3)
-    sent = stack.engine.requests[0]
-    assert stack.engine.text(sent) == (
+def test_a_turn_goes_to_the_engine_as_token_ids(shared: Stack) -> None:
+    shared.say([system("Be brief."), user("Hi")], temperature=0, max_completion_tokens=9, top_k=3)
+    sent = shared.engine.requests[0]
+    assert shared.engine.text(sent) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert sent["messages"] == [{"role": "user", "content": "."}]
@@ -28,7 +28,7 @@ def test_a_turn_goes_to_the_engine_as_token_ids(stack: Stack) -> None:
     assert control is not None
     assert control["v"] == 1 and control["epoch"] == 0 and control["budget"] == 4096
     assert control["policy"] == "agentkv" and len(control["session"]) == 64
-    assert stack.engine.headers[0]["x-sglext-ids-framed"] == "1"
+    assert shared.engine.headers[0]["x-sglext-ids-framed"] == "1"
 
 
 def test_later_turns_send_the_sampled_tokens_and_only_new_text(stack: Stack) -> None:
@@ -50,18 +50,18 @@ def test_later_turns_send_the_sampled_tokens_and_only_new_text(stack: Stack) -> 
     assert [FakeEngine.control(r)["epoch"] for r in stack.engine.requests] == [0, 1]  # type: ignore[index]
 
 
-def test_content_frames_pass_byte_for_byte(stack: Stack) -> None:
-    stack.engine.script = lambda body: Answer('Grüße 🙂 "choices":[] \\ data: [DONE]\n\n', calls=[("f", '{"a": 1}')])
+def test_content_frames_pass_byte_for_byte(shared: Stack) -> None:
+    shared.engine.script = lambda body: Answer('Grüße 🙂 "choices":[] \\ data: [DONE]\n\n', calls=[("f", '{"a": 1}')])
     raw: list[bytes] = []
-    original = stack.engine._stream
+    original = shared.engine._stream
 
     async def recording(*arguments: object) -> object:
         async for frame in original(*arguments):  # type: ignore[arg-type]
             raw.append(frame)
             yield frame
 
-    stack.engine._stream = recording  # type: ignore[method-assign, assignment]
-    reply = stack.post([user("Hi")], stream=True)
+    shared.engine._stream = recording  # type: ignore[method-assign, assignment]
+    reply = shared.post([user("Hi")], stream=True)
     content = [frame.decode() for frame in raw if b'"choices":[{' in frame]
     assert reply.text == "".join(content) + "data: [DONE]\n\n"
     assert any(b"sglext_ids" in frame for frame in raw)
@@ -71,8 +71,8 @@ def test_content_frames_pass_byte_for_byte(stack: Stack) -> None:
     ("options", "told"),
     [(None, False), ({}, False), ({"include_usage": False}, False), ({"include_usage": True}, True)],
 )
-def test_usage_frames_come_as_the_client_asked(stack: Stack, options: Body | None, told: bool) -> None:
-    reply = stack.post([user("Hi")], stream=True, stream_options=options)
+def test_usage_frames_come_as_the_client_asked(shared: Stack, options: Body | None, told: bool) -> None:
+    reply = shared.post([user("Hi")], stream=True, stream_options=options)
     frames = lines(reply.text)
     assert frames[-1] == "data: [DONE]"
     usages = [json.loads(f[6:])["usage"] for f in frames[:-1] if json.loads(f[6:]).get("usage")]
@@ -81,11 +81,11 @@ def test_usage_frames_come_as_the_client_asked(stack: Stack, options: Body | Non
         assert usages[0]["agentkv"]["state"] == "new"
         assert usages[0]["prompt_tokens_details"]["cached_tokens"] == 0
     assert "sglext" not in reply.text
-    assert stack.engine.requests[0]["stream_options"] == {"include_usage": True}
+    assert shared.engine.requests[0]["stream_options"] == {"include_usage": True}
 
 
-def test_a_whole_reply_hides_the_engines_extras(stack: Stack) -> None:
-    reply = stack.say([user("Hi")])
+def test_a_whole_reply_hides_the_engines_extras(shared: Stack) -> None:
+    reply = shared.say([user("Hi")])
     assert "sglext" not in reply
     told = reply["agentkv"]
     assert told["logical_tokens"] == told["kv_tokens"] + told["evicted_tokens"]
@@ -267,9 +267,9 @@ def test_rebuild_on_request(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_thinking_arguments_reach_the_template_and_the_parser(stack: Stack, streamed: bool) -> None:
-    stack.post([user("Hi")], reasoning_effort="none", stream=streamed)
-    assert stack.engine.requests[0]["reasoning_effort"] == "none"
+def test_thinking_arguments_reach_the_template_and_the_parser(shared: Stack, streamed: bool) -> None:
+    shared.post([user("Hi")], reasoning_effort="none", stream=streamed)
+    assert shared.engine.requests[0]["reasoning_effort"] == "none"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,16 +17,16 @@ from agentkv_serve.gateway.sessions.identity import Keys
 from tests.gateway.conftest import WEATHER, Stack, Start, user
 from tests.gateway.engine import FakeEngine
 
-OPEN = {"/healthz", "/readyz", "/metrics", "/openapi.json"}
+# The page holds no data: what it shows comes from the admin API.
+OPEN = {"/healthz", "/readyz", "/metrics", "/openapi.json", "/ui", "/ui/{file}"}
 
 
 def test_every_route_but_the_probes_needs_a_key(start: Start) -> None:
-    stack = start(api_key="client", admin_key="operator")
+    stack = start(api_key="client", admin_key="operator", join_token="joining-secret-of-engines")
     asked = 0
     for route in stack.app.router.routes:
         assert isinstance(route, Route), route
-        path = route.path.replace("{model:path}", "m").replace("{session_id:path}", "s")
-        path = path.replace("{worker_id}", "w0").replace("{response_id}", "r")
+        path = re.sub(r"{[^}]+}", "w0", route.path.replace("{file}", "app.js"))
         for method in sorted((route.methods or set()) - {"HEAD"}):
             reply = stack.http.request(method, path)
             if route.path in OPEN:
@@ -75,7 +76,7 @@ def test_sessions_survive_a_changed_secret(start: Start) -> None:
     assert ids[1][: len(ids[0])] == ids[0]
 
 
-def test_nothing_of_a_clients_headers_reaches_the_engine(stack: Stack) -> None:
+def test_nothing_of_a_clients_headers_reaches_the_engine(shared: Stack) -> None:
     headers = {
         "x-smg-routing-key": "a",
         "x-smg-target-worker": "0",
@@ -87,8 +88,8 @@ def test_nothing_of_a_clients_headers_reaches_the_engine(stack: Stack) -> None:
         "x-agentkv-internal-thing": "1",
         "authorization": "Bearer client",
     }
-    stack.say([user("Hi")], headers=headers)
-    sent = set(stack.engine.headers[0])
+    shared.say([user("Hi")], headers=headers)
+    sent = set(shared.engine.headers[0])
     assert sent <= {
         "host",
         "content-type",
@@ -100,13 +101,13 @@ def test_nothing_of_a_clients_headers_reaches_the_engine(stack: Stack) -> None:
     }
 
 
-def test_a_client_cannot_choose_its_salt_or_worker(stack: Stack) -> None:
-    stack.say([user("Hi")], cache_salt="mine", rid="0" * 32, extra={"worker": "http://evil"})
-    sent = stack.engine.requests[0]
-    assert sent["cache_salt"] == stack.runtime.keys.cache_salt("local")
+def test_a_client_cannot_choose_its_salt_or_worker(shared: Stack) -> None:
+    shared.say([user("Hi")], cache_salt="mine", rid="0" * 32, extra={"worker": "http://evil"})
+    sent = shared.engine.requests[0]
+    assert sent["cache_salt"] == shared.runtime.keys.cache_salt("local")
     assert sent["rid"] != "0" * 32 and "extra" not in sent
-    stack.say([user("Hi")], headers={"X-AgentKV-Worker": "http://169.254.169.254/"})
-    assert len(stack.engine.requests) == 2
+    shared.say([user("Hi")], headers={"X-AgentKV-Worker": "http://169.254.169.254/"})
+    assert len(shared.engine.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -120,8 +121,8 @@ def test_a_client_cannot_choose_its_salt_or_worker(stack: Stack) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-def test_malformed_requests_are_closed_and_smuggle_nothing(stack: Stack, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", urlsplit(stack.url).port or 0), 5) as connection:
+def test_malformed_requests_are_closed_and_smuggle_nothing(shared: Stack, raw: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", urlsplit(shared.url).port or 0), 5) as connection:
         connection.settimeout(5)
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
@@ -130,8 +131,8 @@ def test_malformed_requests_are_closed_and_smuggle_nothing(stack: Stack, raw: by
             reply += piece
     assert not reply or reply.startswith(b"HTTP/1.1 4")
     assert b'"budget"' not in reply
-    assert stack.engine.requests == []
-    assert stack.http.get("/healthz").status_code == 200
+    assert shared.engine.requests == []
+    assert shared.http.get("/healthz").status_code == 200
 
 
 # ---- fuzz ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.gateway.conftest import Stack, Start, user
 from tests.gateway.engine import Answer
 
@@ -107,12 +105,11 @@ def test_the_workers_key_is_sent_and_the_clients_is_not(start: Start) -> None:
     assert "client-secret" not in str(stack.engine.headers) + str(stack.engine.requests)
 
 
-@pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic client-secret", "Bearer"])
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/v1/chat/completions"])
-def test_every_api_route_needs_a_key(start: Start, key: str | None, path: str) -> None:
+def test_api_routes_need_the_right_key(start: Start) -> None:
     stack = start(api_key="client-secret")
-    headers = {"authorization": key} if key else {}
-    method = "POST" if "chat" in path else "GET"
-    reply = stack.http.request(method, path, headers=headers)
-    assert reply.status_code == 401
-    assert reply.json()["error"]["code"] == "invalid_api_key"
+    for key in (None, "Bearer wrong", "Basic client-secret", "Bearer"):
+        for path in ("/v1/models", "/v1/models/tiny", "/v1/chat/completions"):
+            headers = {"authorization": key} if key else {}
+            reply = stack.http.request("POST" if "chat" in path else "GET", path, headers=headers)
+            assert reply.status_code == 401, (key, path)
+            assert reply.json()["error"]["code"] == "invalid_api_key"
