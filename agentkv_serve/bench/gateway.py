@@ -121,6 +121,7 @@ def gateway(
         "pause_ms": pause_ms,
         "store": store,
         "gateway": state,
+        "log_level": "warning",
         "router": ROUTER if router else None,
     }
     result = {

@@ -29,7 +29,10 @@ async def readyz(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     """The OpenAPI document."""
-    return Response(dumps(describe()), media_type="application/json")
+    document = describe()
+    if runtime_of(request).settings.metrics.port is not None:
+        del document["paths"]["/metrics"]
+    return Response(dumps(document), media_type="application/json")
 
 
 async def metrics(request: Request) -> Response:

@@ -50,6 +50,7 @@ def test_metrics_may_have_a_port_of_their_own(start: Start) -> None:
     stack = start(metrics={"port": 0})
     stack.say([user("Hi")])
     assert stack.http.get("/metrics").status_code == 404
+    assert "/metrics" not in stack.http.get("/openapi.json").json()["paths"]
     port = stack.runtime.metrics_port
     assert port is not None
     with httpx.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
