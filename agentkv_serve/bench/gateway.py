@@ -97,6 +97,7 @@ def gateway(
     repeats: Annotated[int, typer.Option(help="How often each load is measured.")] = 3,
     frames: Annotated[int, typer.Option(help="Content frames of a streamed reply.")] = 128,
     pause_ms: Annotated[float, typer.Option(help="Time between the frames of paced streams.")] = 5.0,
+    small: Annotated[bool, typer.Option(help="Measure small requests too.")] = True,
     redis: Annotated[
         str | None, typer.Option(help="Redis URL, or memory; default: a Valkey of our own, if installed.")
     ] = None,
@@ -106,7 +107,9 @@ def gateway(
     sizes, loads = body_kb or [8, 250], streams or [1, 16, 64]
     seconds = frames * pause_ms / 1000
     with targets(model or default_model(), frames, pause_ms, redis, router) as (found, store):
-        small = [line for parallel in loads for line in _small(found, parallel, 2 * requests, repeats)]
+        little = [
+            line for parallel in (loads if small else []) for line in _small(found, parallel, 2 * requests, repeats)
+        ]
         lines = [
             line
             for size in sizes
@@ -128,13 +131,13 @@ def gateway(
         "machine": machine(),
         "configuration": configuration,
         "runs": [asdict(line) for line in lines],
-        "small": [asdict(line) for line in small],
+        "small": [asdict(line) for line in little],
     }
     if as_json:
         print(json.dumps(result, indent=2))
     else:
         print(json.dumps({"machine": result["machine"], "configuration": configuration}))
-        print(_table("chats: times to the first frame", lines) + "\n" + _table("small requests", small))
+        print(_table("chats: times to the first frame", lines) + "\n" + _table("small requests", little))
 
 
 def _count(requests: int, size: int) -> int:
