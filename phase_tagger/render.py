@@ -150,7 +150,7 @@ def render_appended(
         return _printer(chat, short, shown, template_kwargs, options, own)
 
     known = chat.skeletons.get(shape)
-    window = known and known.fit(printer(known.head)[1].plain(), new)
+    window = known.fit(printer(known.head)[1].plain(), new) if known else None
     if window is None:
         for head in range(len(heads)):
             family, full = printer(head)
