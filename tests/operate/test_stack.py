@@ -88,8 +88,6 @@ class Host:
         kind, *words = [self.here(word) for word in SERVICES[name]["healthcheck"]["test"]]
         if name == "valkey":
             words = [words[0].replace("valkey-cli", f"{cli()} -p {self.ports['valkey']}")]
-        if name == "prometheus":
-            words += [f"--url=http://127.0.0.1:{self.ports['prometheus']}"]
         command = ["sh", "-c", words[0]] if kind == "CMD-SHELL" else words
         return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
