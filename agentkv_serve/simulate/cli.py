@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ def fleet(
     arrivals: Annotated[float, typer.Option(min=0.001, help="New agents per worker and minute.")] = 0.5,
     minutes: Annotated[float, typer.Option(min=1, help="Simulated time.")] = 60.0,
     leaving: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the workers lost at half time.")] = 0.0,
+    pool: Annotated[int, typer.Option(min=0, help="KV pool of a worker in tokens; 0 = as measured.")] = 0,
     parameters: Annotated[Path, typer.Option(help="Measured times of one worker.")] = FOLDER / "smollm2-cpu.json",
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a PNG (needs agentkv-serve[eval]).")] = None,
@@ -37,6 +38,8 @@ def fleet(
     """Agents arrive, pause for their tools and come back; shows hit rate, queueing and KV use."""
     try:
         known = load(parameters)
+        if pool:
+            known = replace(known, service=replace(known.service, pool_tokens=pool))
         sizes, budgets = numbers(workers, "--workers"), [0 if b == "full" else n for b, n in chosen(budget)]
     except (ParameterError, ValueError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -50,7 +53,8 @@ def fleet(
             rows.append(summary(scenario, tally))
             if size == max(sizes):
                 series[f"budget {tokens or 'full'}"] = [(t, use, n / size) for t, use, n in tally.series]
-    settings = {"arrivals": arrivals, "minutes": minutes, "leaving": leaving, "seed": seed}
+    tokens_of_pool = known.service.pool_tokens
+    settings = {"pool": tokens_of_pool, "arrivals": arrivals, "minutes": minutes, "leaving": leaving, "seed": seed}
     if as_json:
         typer.echo(json.dumps({"parameters": asdict(known), "settings": settings, "runs": rows}, indent=2))
     else:
