@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("agentkv_serve.simulate.cli", "Simulate a fleet from measured service times."),
     "demo": ("agentkv_serve.demo.cli", "Run an agent of many turns against `agentkv up`."),
     "label": ("agentkv_serve.phase_tagger.cli", "Show the phase of every token of a transcript."),
-    "check": ("agentkv_serve.check.cli", "Check this machine: kernels and decode loop on its GPU."),
+    "check": ("agentkv_serve.check.cli", "Check this machine: kernels, decode loop and engine on its GPU."),
     "eval": ("agentkv_serve.evaluation.cli", "Quality of the policies on recorded agent runs."),
     "analyze": ("agentkv_serve.evaluation.analyze", "What a model's queries look like, phase by phase."),
     "bench": ("agentkv_serve.bench.cli", "Benchmarks; each prints its full configuration."),

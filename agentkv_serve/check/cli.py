@@ -45,9 +45,14 @@ def gpu(
         report = run()
     else:
         from agentkv_serve.check import server as server_check
+        from agentkv_serve.children import ChildDied
         from agentkv_serve.model import default_model
 
-        report = server_check.run(model_path or default_model(), attention_backend)
+        try:
+            report = server_check.run(model_path or default_model(), attention_backend)
+        except (ChildDied, TimeoutError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
     print(json.dumps(report.as_dict(), indent=2) if as_json else report.as_table())
     if not report.ok:
         raise typer.Exit(1)
