@@ -19,6 +19,7 @@ from tests.gateway.conftest import Stack, Start, user
 from tests.gateway.engine import FakeEngine
 from tests.gateway.model_folder import byte_tokenizer
 from tests.gateway.serving import Serving
+from tests.gateway.valkey import ValkeyProcess
 
 TOKEN = "a-token-of-some-length"
 OPERATOR = {"authorization": "Bearer operator"}
@@ -172,3 +173,19 @@ def test_the_token_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     monkeypatch.setenv("AGENTKV_JOIN_TOKEN_FILE", str(tmp_path / "token"))
     assert joining.read_token() == TOKEN
+
+
+def test_gateways_with_one_store_hear_of_one_anothers_workers(start: Start, engine: tuple[FakeEngine, str]) -> None:
+    _, url = engine
+    valkey = ValkeyProcess()
+    valkey.start()
+    try:
+        shared = {"store": {"url": valkey.url}, "secret": "one-secret-for-both", "routing": {"health_interval": 0.05}}
+        here, there = (start(engines=0, join_token=TOKEN, admin_key="operator", **shared) for _ in range(2))
+        assert post(here, message(url)).status_code == 200
+        until(lambda: url in workers(there) and workers(there)[url]["healthy"])
+        assert there.say([user("Hello")])["agentkv"]["state"] == "new"
+        assert post(there, message(url, leaving=True)).status_code == 200
+        until(lambda: workers(here) == {})
+    finally:
+        valkey.kill()
