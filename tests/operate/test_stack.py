@@ -91,7 +91,7 @@ class Host:
         command = ["sh", "-c", words[0]] if kind == "CMD-SHELL" else words
         return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
-    def wait(self, name: str, seconds: float = 300) -> None:
+    def wait(self, name: str, seconds: float = 480) -> None:
         """Until the service's health check passes."""
         end = time.monotonic() + seconds
         while not self.healthy(name):
