@@ -11,7 +11,8 @@ from tests.operate.tools import ROOT
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 SHELL = ("sh", "bash", "shell", "console")
-NEEDS = ("docker", "gpu", "kubernetes")
+NEEDS = ("docker", "gpu", "kubernetes", "hours")
+"""What a block may need that is not here; `hours`: it computes for as long, on data of the reader's own."""
 _BLOCK = re.compile(
     r"(?:<!-- needs: (?P<needs>[a-z]+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S
 )
