@@ -71,6 +71,7 @@ def ensure_runtime(runner: Any) -> Runtime:
         backend=_kernels(config, device),
         policies=policies,
         rope=rope,
+        ranks=_ranks(),
         auto=AutoBudget(epsilon=config.auto_epsilon, floor=config.auto_floor),
         metrics=WorkerMetrics(reports=_reports()),
     )
@@ -164,6 +165,14 @@ def _policies(runner: Any, config: EngineConfig, shape: ModelShape) -> tuple[dic
     needed = any(policy.needs_rope for policy in policies.values())
     rope = served.model_rope(runner.model, runner.model_config.hf_config).to(shape.device) if needed else None
     return served.of_model(policies, shape, get_parallel().tp_rank, rope), rope
+
+
+def _ranks() -> Any:
+    """The group of tensor-parallel ranks, None where there is one."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    return group if group.world_size > 1 else None
 
 
 def _session_slots(runner: Any, config: EngineConfig, shape: ModelShape, rows: int, ring_queries: int) -> int:

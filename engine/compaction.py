@@ -145,6 +145,11 @@ def choose_budget(
     source = runtime.req_to_token[kv.req_pool_idx, state.start : length].to(torch.int64)
     window = session_window(runtime, record, source, length, min(cap, len(source)), labels)
     budget = runtime.auto.choose(runtime.policies[state.policy], window, min(cap, len(source)), pressure(runtime))
+    if runtime.ranks is not None:
+        # Each rank asked its own heads. All must free the same slots: the most demanding one decides.
+        most = torch.tensor([budget])
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=runtime.ranks.cpu_group)
+        budget = int(most)
     state.budget = budget
     return budget
 

@@ -33,6 +33,7 @@ class Runtime:
     backend: Backend  # kernels: torch or triton
     policies: dict[str, Policy]  # those that this worker serves, by name
     auto: AutoBudget = field(default_factory=AutoBudget)
+    ranks: Any = None  # SGLang's group of tensor-parallel ranks; None: there is one rank only
     rope: Rope | None = None  # None: no served policy asks for it
     metrics: WorkerMetrics = field(default_factory=lambda: WorkerMetrics(reports=False))
     tree: Any = None  # AgentKVRadixCache
