@@ -27,6 +27,9 @@ class AgentKVPlus(Policy):
     - Queries: a ring of its own for visible text [say_ring = False]; per ring the `newest` queries and `strided` more,
       every `stride`-th token further back [strided = 0]; at most `score_queries` of them are scored with, shared evenly
       among the rings that hold any [0 = all].
+    - recent_share [0]: this share of the budget goes to the newest tokens, where it is more than `recent`.
+    - heads_per_query [0 = all]: so many heads of a group score by each query and take turns: for the same work as many
+      more queries count as the group has heads.
     - value_power [0]: norm of the value, as ever larger values weigh more in the output. With `value_share` < 1 that
       part of the free budget only, the rest by plain score first (CriticalKV's two stages).
     - transition_mix [0]: the share of the query weight that goes by what the next tokens are expected to be (Markov
@@ -47,8 +50,10 @@ class AgentKVPlus(Policy):
     stride: int = 8
     say_ring: bool = True
     score_queries: int = 40
+    heads_per_query: int = 0
+    recent_share: float = 0.25
     pool: int = 7
-    value_power: float = 1.0
+    value_power: float = 1.5
     value_share: float = 1.0
     transition_mix: float = 0.0
     action_memory: float = 0.0
@@ -90,8 +95,10 @@ class AgentKVPlus(Policy):
         return Scores(self._favour(window, self._by_value(window, pooled)), carry)
 
     def protection(self, window: Window) -> Tensor:
-        edges = self._edges(window, self.sinks, self.recent)
-        room = window.keep - self.sinks - max(self.recent, LEAST_RECENT)
+        share = min(int(window.keep * self.recent_share), window.keep - self.sinks)
+        recent = max(self.recent, LEAST_RECENT, share)
+        edges = self._edges(window, self.sinks, recent)
+        room = window.keep - self.sinks - recent
         ends = min(int(window.keep * self.boundary_share), room // 4)
         if ends <= 0:
             return edges
@@ -125,6 +132,8 @@ class AgentKVPlus(Policy):
         if not len(entries):
             return torch.zeros(window.positions.shape, device=device)
         queries = window.queries.index_select(1, torch.from_numpy(entries).to(device, non_blocking=True))
+        if self.heads_per_query:
+            queries = _taking_turns(queries, window.positions.shape[1], self.heads_per_query)
         return score.attention_mass_layers(
             queries,
             torch.ones(len(entries), dtype=torch.bool, device=device),
@@ -174,6 +183,18 @@ class AgentKVPlus(Policy):
             best = _ranks(torch.where(inside, scores, -torch.inf)) < int(self.fresh_tool_share * window.keep)
             lifted |= inside & best
         return _boost(scores, lifted)
+
+
+def _taking_turns(queries: Tensor, kv_heads: int, heads: int) -> Tensor:
+    """`heads` of each group's heads per query [L, U, Hkv * heads, D]: the next ones for every further query."""
+    layers, count, total, dim = queries.shape
+    group = total // kv_heads
+    if heads >= group:
+        return queries
+    first = heads * torch.arange(count, device=queries.device)[:, None]
+    chosen = (first + torch.arange(heads, device=queries.device)) % group  # [U, heads]
+    index = chosen[None, :, None, :, None].expand(layers, -1, kv_heads, -1, dim)
+    return queries.view(layers, count, kv_heads, group, dim).gather(3, index).flatten(2, 3)
 
 
 def _share_out(held: np.ndarray, total: int) -> np.ndarray:

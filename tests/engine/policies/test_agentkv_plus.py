@@ -13,10 +13,10 @@ from agentkv_serve.engine.policies.transitions import expected_shares, transitio
 from agentkv_serve.kernels.redundancy import redundancy
 from agentkv_serve.phase_tagger import Label
 
-from .windows import KV_HEADS, LABELS, LAYERS, LENGTH, Session, session, union_mass
+from .windows import GROUP, KV_HEADS, LABELS, LAYERS, LENGTH, SCALE, Session, session, union_mass
 
 HEADS = [(layer, head) for layer in range(LAYERS) for head in range(KV_HEADS)]
-PLAIN = {"strided": 0, "score_queries": 0, "value_power": 0.0, "boundary_share": 0.0}
+PLAIN = {"strided": 0, "score_queries": 0, "value_power": 0.0, "boundary_share": 0.0, "recent_share": 0.0}
 
 
 def entries_of(made: Session) -> list[int]:
@@ -44,7 +44,7 @@ def test_the_default_scores_by_attention_and_value_norm() -> None:
     for layer, head in HEADS:
         mass = union_mass(made, layer, head, entries_of(made), 150, 7)
         norms = np.linalg.norm(made.values[layer, head], axis=-1)
-        np.testing.assert_allclose(scores[layer, head].numpy(), mass * norms, rtol=2e-4, atol=1e-6)
+        np.testing.assert_allclose(scores[layer, head].numpy(), mass * norms**1.5, rtol=2e-4, atol=1e-6)
 
 
 def test_only_so_many_queries_are_scored_with_shared_among_the_rings() -> None:
@@ -172,3 +172,28 @@ def test_redundancy_counts_inside_think_only() -> None:
     think = torch.from_numpy(LABELS[made.positions] == Label.THINK)
     assert think.any() and torch.equal(mixed[~think], plain[~think])
     torch.testing.assert_close(mixed[think], (0.7 * plain - 0.3 * repeats)[think])
+
+
+def test_the_newest_tokens_get_their_share() -> None:
+    policy = get_policy("agentkv_plus", sinks=2, recent=8, boundary_share=0.0, recent_share=0.25)
+    window = session(policy, keep=100).window
+    protected = policy.protection(window)
+    assert protected.nonzero()[:, 0].tolist() == [0, 1, *range(window.count - 25, window.count)]
+    greedy = get_policy("agentkv_plus", sinks=2, boundary_share=0.0, recent_share=1.0)
+    assert int(greedy.protection(window).sum()) == 100
+
+
+def test_heads_take_turns() -> None:
+    """Query u scores with head u mod G of each group alone."""
+    policy = get_policy("agentkv_plus", score_queries=0, heads_per_query=1, value_power=0.0, pool=1)
+    made = session(policy)
+    entries, weights, _ = policy._queries(made.window)
+    scores = policy.score(made.window).keep
+    for layer in range(made.window.positions.shape[0]):
+        for head in range(KV_HEADS):
+            expected = np.zeros(made.window.count)
+            for number, entry in enumerate(entries):
+                logits = made.keys[layer, head] @ made.queries[layer, entry, head * GROUP + number % GROUP] * SCALE
+                shares = np.exp(logits - logits.max())
+                expected += weights[number] * shares / shares.sum()
+            np.testing.assert_allclose(scores[layer, head].numpy(), expected, rtol=2e-4, atol=1e-6)
