@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentkv_serve.engine.policies import Rope
-from agentkv_serve.evaluation.decoder import Decoder, causal_mask
+from agentkv_serve.evaluation.decoder import Attend, Decoder, causal_mask
 from agentkv_serve.evaluation.session import Cache
 from agentkv_serve.evaluation.trajectory import Trajectory
 from agentkv_serve.phase_tagger import Label
@@ -33,6 +33,8 @@ MOST_SPANS = 16
 """Spans of a label in one trajectory; more are thinned out evenly."""
 LABELS = (Label.INPUT, Label.THINK, Label.ACT, Label.TOOL, Label.SAY)
 PERMUTATIONS = 1000
+PASS = 256
+"""Tokens of a forward."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -64,20 +66,28 @@ def queries_at(decoder: Decoder, trajectory: Trajectory, positions: npt.NDArray[
     ids = torch.from_numpy(trajectory.ids).to(decoder.device)
     cos, sin = decoder.rotation(len(ids))
     cache = Cache(decoder, len(ids))
-    for start in range(0, len(ids), 256):
-        end = min(start + 256, len(ids))
-        here = np.flatnonzero((positions >= start) & (positions < end))
-        rows = torch.from_numpy(positions[here] - start)
-        mask = causal_mask(end - start, end, decoder.device)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, here: Any = here, rows: Any = rows, mask: Any = mask):  # type: ignore[no-untyped-def]
-            keys, values = cache.put(layer, k[0], v[0])
-            taken[layer, here] = q[0][:, rows].transpose(0, 1).float()
-            return scaled_dot_product_attention(q, keys[None], values[None], mask, scale=decoder.scale, enable_gqa=True)
-
+    for start in range(0, len(ids), PASS):
+        end = min(start + PASS, len(ids))
+        attend = _attention(decoder, cache, taken, positions, start, end)
         decoder.forward(ids[start:end], 1, (cos[start:end], sin[start:end]), attend)
         cache.held = end
     return taken
+
+
+def _attention(
+    decoder: Decoder, cache: Cache, taken: Tensor, positions: npt.NDArray[np.int64], start: int, end: int
+) -> Attend:
+    """Attention of the tokens `[start, end)` that also writes the wanted queries to `taken`."""
+    here = np.flatnonzero((positions >= start) & (positions < end))
+    rows = torch.from_numpy(positions[here] - start)
+    mask = causal_mask(end - start, end, decoder.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = cache.put(layer, k[0], v[0])
+        taken[layer, here] = q[0][:, rows].transpose(0, 1)
+        return scaled_dot_product_attention(q, keys[None], values[None], mask, scale=decoder.scale, enable_gqa=True)
+
+    return attend
 
 
 def angles(decoder: Decoder, trajectory: Trajectory, rope: Rope | None = None) -> Angles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ from agentkv_serve.evaluation.scores import score_arm
 from agentkv_serve.evaluation.session import Arm, Session
 from agentkv_serve.evaluation.trajectory import Half, Recording, Trajectory, read_recordings, tokenise
 from agentkv_serve.evaluation.variants import noisy
+from agentkv_serve.model import cache_dir
 from agentkv_serve.phase_tagger import ChatFormat
 
 CALIBRATION = 6144
@@ -147,7 +149,7 @@ def with_policies(
     """The settings with their policies made: (shown name, policy, its settings) each.
 
     A policy that needs query statistics gets those of `statistics`; without a file they are collected from the
-    development half of the same traces.
+    development half of the same traces, once per model and traces (kept in the cache folder).
     """
     entrants = []
     for shown, name, options in wanted:
@@ -171,10 +173,16 @@ def _statistics(settings: Settings, file: Path | None) -> Statistics:
             break
         trajectory = tokenise(chat, recording, settings.length)
         ids += trajectory.ids.tolist() if trajectory else []
-    model = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=torch.float32, attn_implementation=calibrate.attention_name()
-    )
-    return calibrate.collect(model.eval(), ids[:CALIBRATION], _rope(settings.model))
+    ids = ids[:CALIBRATION]
+    name = hashlib.sha256(repr((settings.model.name, ids)).encode()).hexdigest()[:16]
+    file = cache_dir() / "statistics" / f"{name}.pt"
+    if not file.is_file():
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model, dtype=torch.float32, attn_implementation=calibrate.attention_name()
+        )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        calibrate.collect(model.eval(), ids, _rope(settings.model)).save(file, {"tokens": len(ids)})
+    return Statistics.load(file)
 
 
 def commit() -> str:
