@@ -47,10 +47,10 @@ def converse(engine: MiniEngine, budget: int = BUDGET, **more: Any) -> tuple[lis
 @pytest.mark.parametrize(
     ("name", "kind", "settings"),
     [
-        ("agentkv", Replay, {}),
+        pytest.param("agentkv", Replay, {}, marks=pytest.mark.long),
         ("recent", RecentReplay, {}),
-        ("streamingllm", StreamingReplay, {"sinks": 4, "recent": 4}),
-        ("snapkv", SnapReplay, {"sinks": 0, "recent": 64}),
+        pytest.param("streamingllm", StreamingReplay, {"sinks": 4, "recent": 4}, marks=pytest.mark.long),
+        pytest.param("snapkv", SnapReplay, {"sinks": 0, "recent": 64}, marks=pytest.mark.long),
         ("h2o", HeavyHitterReplay, {"sinks": 0, "recent": 4}),
     ],
 )
