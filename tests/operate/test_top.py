@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner, Result
 
-from agentkv_serve.top import BAR, bar, session_frame
+from agentkv_serve.top import BAR, app, bar, session_frame
 from tests.gateway.conftest import Stack, user
 from tests.ui.conftest import KEY, OPERATOR, watched
 
@@ -25,17 +26,15 @@ TOP = [sys.executable, "-P", "-m", "agentkv_serve", "top"]
 Watched = Callable[..., Stack]
 
 
-def run(stack: Stack, *words: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "AGENTKV_ADMIN_KEY": key, "COLUMNS": "160"}
-    command = [*TOP, "--url", stack.url, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+def run(url: str, *words: str, key: str = KEY) -> Result:
+    return CliRunner().invoke(app, ["--url", url, *words], env={"AGENTKV_ADMIN_KEY": key, "COLUMNS": "160"})
 
 
 def test_one_frame_shows_workers_and_sessions(watched: Watched) -> None:
     stack = watched(engines=2)
     told = stack.say([user("Hello")], headers={"x-agentkv-budget": "512"})["agentkv"]
-    done = run(stack, "--once")
-    assert done.returncode == 0, done.stderr
+    done = run(stack.url, "--once")
+    assert done.exit_code == 0, done.output
     row = next(line for line in done.stdout.splitlines() if " 512 " in line)
     assert "idle" in row and str(told["kv_tokens"]) in row
     assert len(re.findall(r"^w[01]\s+up\b", done.stdout, re.M)) == 2 and "1 of 1 sessions, store up" in done.stdout
@@ -45,18 +44,18 @@ def test_a_session_is_shown_by_its_key(watched: Watched) -> None:
     stack = watched()
     stack.say([user("Hello")])
     (session,) = stack.http.get("/admin/fleet", headers=OPERATOR).json()["sessions"]
-    done = run(stack, "--session", session["key"])
-    assert done.returncode == 0 and f"session {session['key']} on w0" in done.stdout
-    missing = run(stack, "--session", "0" * 16)
-    assert missing.returncode == 1 and "404" in missing.stderr
+    done = run(stack.url, "--session", session["key"])
+    assert done.exit_code == 0 and f"session {session['key']} on w0" in done.stdout
+    missing = run(stack.url, "--session", "0" * 16)
+    assert missing.exit_code == 1 and "404" in missing.stderr
 
 
 def test_a_wrong_key_and_a_missing_gateway_are_said(watched: Watched) -> None:
     stack = watched()
-    wrong = run(stack, key="wrong")
-    assert wrong.returncode == 1 and "AGENTKV_ADMIN_KEY" in wrong.stderr and "401" in wrong.stderr
-    done = subprocess.run([*TOP, "--url", "http://127.0.0.1:9"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "does not answer" in done.stderr
+    wrong = run(stack.url, key="wrong")
+    assert wrong.exit_code == 1 and "AGENTKV_ADMIN_KEY" in wrong.stderr and "401" in wrong.stderr
+    done = run("http://127.0.0.1:9")
+    assert done.exit_code == 1 and "does not answer" in done.stderr
 
 
 @contextmanager
