@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 
 import pytest
@@ -58,6 +59,11 @@ def test_metrics_equal_the_facts_of_the_replies(arena: Arena) -> None:
         reply = duel.conversation.send(4, ignore_eos=True)
         assert (reply.facts["state"], reply.facts["reason"]) == ("rebuilt", "diverged")
         assert Scrape(arena.server).since(before, "agentkv_rebuilds_total/diverged") == [1]
-    after = Scrape(arena.server)
     gauges = [f"agentkv_{name}_tokens/{phase}" for name in ("held", "evicted") for phase in PHASES]
-    assert after.since(before, *gauges, "agentkv_sessions/idle") == pytest.approx([0.0] * 9, abs=1e-6)
+    gone = pytest.approx([0.0] * 9, abs=1e-6)
+    for _ in range(100):  # the reply to a close does not wait for the scheduler
+        after = Scrape(arena.server).since(before, *gauges, "agentkv_sessions/idle")
+        if after == gone:
+            break
+        time.sleep(0.1)
+    assert after == gone

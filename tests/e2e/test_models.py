@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,12 @@ def test_compressed_turns_of_every_family(module_fleet: Fleet, tiny: Callable[..
         )
 
 
+def shared(ours: Any, theirs: Any) -> float:
+    """Share of kept entries [layers, Hkv, K] that both sides keep; heads are in the same order."""
+    pairs = zip(ours.reshape(-1, ours.shape[-1]), theirs.reshape(-1, theirs.shape[-1]), strict=True)
+    return float(np.mean([np.isin(mine, other).mean() for mine, other in pairs]))
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "llama-mqa"])
 def test_tensor_parallel(module_fleet: Fleet, tiny: Callable[..., Path], name: str) -> None:
     """Each rank compresses its own heads; all hold and free the same slots; one of them reports.
@@ -56,10 +63,10 @@ def test_tensor_parallel(module_fleet: Fleet, tiny: Callable[..., Path], name: s
         first, second = (dict(np.load(folder / file)) for folder in folders)
         for field in ("length", "old_start", "start", "slots"):
             assert np.array_equal(first[field], second[field]), field
-        kept = [first["kept"]] if name == "llama-mqa" else [first["kept"], second["kept"]]
+        kept = np.concatenate([first["kept"], second["kept"]], axis=1)
         if name == "llama-mqa":
             assert np.array_equal(first["kept"], second["kept"])
-        same = np.concatenate(kept, axis=1) == compaction.kept.numpy()
-        assert same.mean() > 0.99
+            kept = first["kept"]
+        assert shared(kept, compaction.kept.numpy()) > 0.995
     scrape = Scrape(arena.server)
     assert scrape.values["agentkv_compactions_total"] == len(compactions)
