@@ -68,7 +68,8 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         turn.facts = facts.settle(runtime, record, turn, slot.kv, len(turn.prompt) + len(req.output_ids))
         runtime.metrics.turn_ended(record, turn.facts)
         spec = turn.spec
-        record.turns.append(FinishedTurn(spec.epoch, spec.budget, spec.policy, turn.compactions, turn.facts))
+        budget = turn.facts.budget if spec.auto else spec.budget
+        record.turns.append(FinishedTurn(spec.epoch, budget, spec.policy, turn.compactions, turn.facts))
 
 
 def roll_back(runtime: Runtime, req: Any) -> bool:
