@@ -145,8 +145,10 @@ class Checks:
     @contextlib.contextmanager
     def talk(self, seed: int, budget: int = BUDGET) -> Iterator[Talk]:
         talk = Talk(self.client, self.dumps, self.automaton, budget, seed)
-        yield talk
-        talk.close()
+        try:
+            yield talk
+        finally:
+            talk.close()
 
     def identity(self, stock: list[Reply]) -> Row:
         """With a budget that is never reached the tokens are SGLang's."""
