@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from duel import read_dumps
@@ -25,13 +26,32 @@ POOL = SESSIONS * LENGTH // 3 // 16 * 16
 DOCUMENTED = ("agentkv:no_room", "agentkv:session_busy")
 
 
+@dataclass(frozen=True)
+class Played:
+    """A finished turn, to be checked afterwards."""
+
+    ids: list[int]  # of the whole session
+    sampled: int
+    facts: dict[str, Any]
+    events: list[recorded.Event]
+
+    def check(self, before: list[int], held: recorded.Held) -> recorded.Held:
+        """The state after the turn. `before`: the session's tokens when `held` was its state."""
+        empty = recorded.Held(held.model)
+        if self.facts["reason"] == "retracted":
+            known = held if self.ids[: len(before)] == before and len(before) < len(self.ids) else empty
+            return recorded.check_retracted(known, self.ids, self.sampled, self.events, self.facts["held"])
+        resumed = self.facts["state"] == "resumed"
+        return recorded.check_turn(held if resumed else empty, self.ids, self.sampled, self.events)
+
+
 @dataclass
 class Track:
     """What one session did, to be replayed afterwards."""
 
     conversation: Conversation
     generator: random.Random
-    turns: list[tuple[list[int], int, bool, list[recorded.Event]]] = field(default_factory=list)
+    turns: list[Played] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # lengths to which it may branch back
     dumps: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -74,10 +94,9 @@ class Track:
     def _note(self, reply: Reply) -> None:
         ids = list(self.conversation.ids)
         self.ends.append(len(ids))
-        fresh = reply.facts["state"] != "resumed"
-        if fresh:
+        if reply.facts["state"] != "resumed":
             self.reasons.append(str(reply.facts["reason"]))
-        self.turns.append((ids, len(reply.output_ids), fresh, self._events()))
+        self.turns.append(Played(ids, len(reply.output_ids), reply.facts, self._events()))
 
     def _events(self) -> list[recorded.Event]:
         dumps = read_dumps(self.conversation.server.dumps, self.conversation.key)[self.dumps :]
@@ -135,8 +154,8 @@ def test_soak(module_fleet: Fleet, tiny: Callable[..., Path]) -> None:
     assert {"diverged", "retracted"} <= reasons
     played = 0
     for track in tracks:
-        held = recorded.Held(arena.model)
-        for ids, sampled, fresh, events in track.turns:
-            held = recorded.check_turn(recorded.Held(arena.model) if fresh else held, ids, sampled, events)
+        held, before = recorded.Held(arena.model), []
+        for turn in track.turns:
+            held, before = turn.check(before, held), turn.ids
             played += 1
     assert played > 0.7 * TURNS

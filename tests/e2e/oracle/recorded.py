@@ -5,6 +5,7 @@ what was kept; this replay holds exactly that and asks the Hugging Face model fo
 forwards as there are compactions.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,40 +77,68 @@ def check_turn(held: Held, ids: Sequence[int], sampled: int, events: Sequence[Ev
     """Checks one turn and returns the session's state after it.
 
     ids: all tokens of the session at the turn's end, the last `sampled` of them sampled in this turn. `held`: the state
-    before the turn (an empty one where the turn began afresh). A retraction in mid-turn shows as an event that starts
-    from nothing; between the event before it and itself, tokens may follow from either state, first the old one, then
-    the new one.
+    before the turn (an empty one where the turn began afresh).
     """
-    first = len(ids) - sampled  # position of the first sampled token
-    end = len(ids) - 1  # the last sampled token is not computed
-    for place, event in enumerate([*events, None]):
-        if event is None:
-            _expect(ids, first, held.length, held.feed(ids[held.length : end]))
-            break
-        restarted = event.old_start == 0 and any(where.shape[1] < held.length for where in held.positions.values())
-        if not restarted:
-            _expect(ids, first, held.length, held.feed(ids[held.length : event.length]))
-        else:
-            stop = event.length
-            old = _hits(ids, first, held.length, held.feed(ids[held.length : stop]))
-            begin = stop - len(old)
-            held = Held(held.model)
-            new = _hits(ids, first, 0, held.feed(ids[:stop]))[begin:]
-            changes = [
-                sum(not hit for hit in old[:cut]) + sum(not hit for hit in new[cut:]) for cut in range(len(old) + 1)
-            ]
-            if min(changes):
-                raise AssertionError(f"event {place}: tokens before length {stop} follow from neither state")
-        held.keep(event.kept)
-    return held
-
-
-def _hits(ids: Sequence[int], first: int, begin: int, greedy: Sequence[int]) -> list[bool]:
-    """For each computed position: was the next token the model's choice? Prompt tokens need not be."""
-    return [begin + place + 1 < first or ids[begin + place + 1] == token for place, token in enumerate(greedy)]
-
-
-def _expect(ids: Sequence[int], first: int, begin: int, greedy: Sequence[int]) -> None:
-    hits = _hits(ids, first, begin, greedy)
+    hits, after = _run(held, ids, sampled, events)
     if not all(hits):
-        raise AssertionError(f"token {begin + hits.index(False) + 1} of {len(ids)} does not follow from what was held")
+        token = len(ids) - sampled + hits.index(False)
+        raise AssertionError(f"token {token} of {len(ids)} does not follow from what was held")
+    return after
+
+
+def check_retracted(held: Held, ids: Sequence[int], sampled: int, events: Sequence[Event], kv_tokens: int) -> Held:
+    """Checks a turn that lost its session's memory in mid-turn, once or more often, and returns the state after it.
+
+    The record does not say when that was. So each token must follow from one of the states that the session can have
+    had, in their order: the one before the turn, then an empty one, compacted as recorded from some whole one on, and
+    last an empty one that was never compacted.
+
+    held: the state before the turn (an empty one where the turn began afresh). `kv_tokens`: entries held at the end.
+    """
+    restarts = [place for place, event in enumerate(events) if event.old_start == 0]
+    paths = [_run(held, ids, sampled, events, strict=False)]
+    for place in (*restarts, len(events)):
+        paths.append(_run(Held(held.model), ids, sampled, events[place:], strict=False))
+    misses = [0] * len(paths)  # the fewest of the tokens so far, if the last of them followed from this path or before
+    for token in range(sampled):
+        for number, (hits, _) in enumerate(paths):
+            earlier = misses[number - 1] if number else len(ids)
+            misses[number] = min(earlier, misses[number] + (not hits[token]))
+    ends = [
+        after for (_, after), missed in zip(paths, misses, strict=True) if not missed and _entries(after) == kv_tokens
+    ]
+    if not ends:
+        raise AssertionError(f"tokens of {len(ids)} follow from none of {len(paths)} states: {misses} misses")
+    return ends[0]
+
+
+def _run(
+    held: Held, ids: Sequence[int], sampled: int, events: Sequence[Event], *, strict: bool = True
+) -> tuple[list[bool], Held]:
+    """For each sampled token: was it the model's choice, if the session went on from `held` with these compactions?
+
+    A compaction that cannot follow from what is held is an error, or, if not `strict`, ends the run: what comes after
+    is no hit.
+    """
+    held = dataclasses.replace(held, keys={**held.keys}, values={**held.values}, positions={**held.positions})
+    first, end = len(ids) - sampled, len(ids) - 1  # the last sampled token is not computed
+    said: dict[int, int] = {}
+    for event in [*events, None]:
+        stop = end if event is None else event.length
+        if stop < held.length:
+            break
+        begin = held.length
+        for place, token in enumerate(held.feed(ids[begin:stop]), begin + 1):
+            said[place] = token
+        try:
+            if event is not None:
+                held.keep(event.kept)
+        except AssertionError:
+            if strict:
+                raise
+            break
+    return [said.get(place) == ids[place] for place in range(first, len(ids))], held
+
+
+def _entries(held: Held) -> int:
+    return next(iter(held.positions.values())).shape[1]
