@@ -5,8 +5,10 @@ Log-probabilities of every generated token, points of compaction and keep-sets, 
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,8 @@ from agentkv_serve.evaluation.replay import replay
 from agentkv_serve.evaluation.session import Arm, Session
 from agentkv_serve.evaluation.trajectory import Trajectory
 from agentkv_serve.phase_tagger import ChatFormat, Label, render_prompt
+
+sys.path.append(str(Path(__file__).parents[2]))
 from tests.evaluation import runs
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -28,6 +32,20 @@ POLICIES = ("agentkv", "agentkv_paper", "recent")
 CHUNK = 128
 TIES = 0.002
 """Largest share of kept entries that equal scores may leave open."""
+
+
+def as_sampled(chat: ChatFormat, trajectory: Trajectory) -> Trajectory:
+    """With the labels that the decode automaton gives: it knows a marker of several tokens only at its end."""
+    automaton = chat.automaton(render_prompt(chat, runs.messages(1)).family)
+    labels = trajectory.labels.copy()
+    for span in trajectory.spans:
+        state = automaton.initial["start"]
+        for place in range(span.start, span.end if span.generated else span.start):
+            labels[place], state = (
+                automaton.label[state, trajectory.ids[place]],
+                automaton.next[state, trajectory.ids[place]],
+            )
+    return replace(trajectory, labels=labels)
 
 
 def force(server: Server, chat: ChatFormat, trajectory: Trajectory, policy: str, budget: int) -> tuple[list, str]:
@@ -54,7 +72,7 @@ def replayed(decoder: Decoder, trajectory: Trajectory, policy: str, budget: int)
     session = Session(decoder, Arm(policy, get_policy(policy), budget), trajectory.labels, trajectory.name)
     meter = Meter(decoder, trajectory, [session])
     kept = []
-    for step in replay(decoder, trajectory, [session], chunk=CHUNK):
+    for step in replay(decoder, trajectory, [session], chunk=CHUNK, watch=meter.watch):
         if len(session.compactions) > len(kept):
             assert session.positions is not None
             kept.append(session.positions.numpy())
@@ -67,6 +85,7 @@ def replayed(decoder: Decoder, trajectory: Trajectory, policy: str, budget: int)
 
 def assert_same(server: Server, folder: Path, trajectory: Trajectory, policy: str, budget: int, noise: float) -> None:
     chat = ChatFormat.from_folder(folder)
+    trajectory = as_sampled(chat, trajectory)
     decoder, _ = runs.model(folder)
     session, meter, kept = replayed(decoder, trajectory, policy, budget)
     logprobs, key = force(server, chat, trajectory, policy, budget)
