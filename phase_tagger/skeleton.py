@@ -136,7 +136,7 @@ def shape_of(
         plain = len(message.content) == 1 and message.content[0].text.strip() and message.role != "assistant"
         if not plain or message.media or message.calls or message.reasoning is not None:
             return None
-    parts = (
+    parts: Any = (
         [(message.role, message.text, message.name) for message in leading],
         [call.name.text for call in turn.calls],
         [(message.role, message.name, int(message.content[0].label or Label.INPUT)) for message in new],

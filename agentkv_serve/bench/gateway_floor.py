@@ -63,7 +63,7 @@ class Floor:
 
 if __name__ == "__main__":
     uvicorn.run(
-        Floor(sys.argv[2]),  # type: ignore[arg-type]
+        Floor(sys.argv[2]),
         port=int(sys.argv[1]),
         log_level="warning",
         access_log=False,

@@ -118,7 +118,7 @@ class _Wire(asyncio.Protocol):
         if self.broken or self._transport is None:
             raise ConnectionError("the connection to the session store was closed")
         waiting = _Waiting(len(commands), self._loop.create_future(), self._ticks)
-        packed: list[bytes] = [hiredis.pack_command(tuple(command)) for command in commands]  # type: ignore[no-untyped-call]
+        packed: list[bytes] = [hiredis.pack_command(tuple(command)) for command in commands]  # type: ignore[arg-type]
         self._waiting.append(waiting)
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout / _TICKS, self._tick)
