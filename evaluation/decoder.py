@@ -87,7 +87,8 @@ class Decoder:
         hq, hkv, dim = self.query_heads, self.kv_heads, self.head_dim
         for index, layer in enumerate(self._layers):
             x = linear(self._rms(hidden, layer.input_norm).to(self.dtype), layer.qkv, layer.qkv_bias)
-            q, k, v = x.view(rows, count, hq + 2 * hkv, dim).transpose(1, 2).split((hq, hkv, hkv), dim=1)
+            heads = x.view(rows, count, hq + 2 * hkv, dim).transpose(1, 2)
+            q, k, v = torch.split(heads, [hq, hkv, hkv], dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = self._rms(q.float(), layer.q_norm), self._rms(k.float(), layer.k_norm)
             q, k = _rotate(q.float(), cos, sin), _rotate(k.float(), cos, sin)

@@ -88,6 +88,7 @@ def run(settings: Settings, folder: Path) -> list[dict[str, Any]]:
     An arm whose recorded hash equals that of today's settings is not computed again.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    code = commit()  # of what is loaded: the repository may move on during a long run
     chat = ChatFormat.from_folder(settings.model)
     chosen = list(settings.chosen(chat))
     decoder: Decoder | None = None
@@ -98,7 +99,7 @@ def run(settings: Settings, folder: Path) -> list[dict[str, Any]]:
         tokens = progress.add_task("tokens")
         for recording, trajectory in chosen:
             file = folder / f"{recording.name.replace('/', '.')}.json"
-            record = _read(file) or _describe(recording, trajectory)
+            record: dict[str, Any] = _read(file) or _describe(recording, trajectory)
             arms = arms_of(settings.entrants, settings.budgets, len(trajectory.ids), settings.say_phase)
             due = [arm for arm in arms if _due(record, arm, settings)]
             if due:
@@ -110,13 +111,14 @@ def run(settings: Settings, folder: Path) -> list[dict[str, Any]]:
                 scored = evaluate(
                     decoder, trajectory, due, rope, settings, lambda done: progress.update(tokens, completed=done)
                 )
-                stamp = {"commit": commit(), "seconds": round(time.perf_counter() - began, 1)}
+                stamp = {"commit": code, "seconds": round(time.perf_counter() - began, 1)}
                 for arm in due:
                     hashed = fingerprint(arm, settings.protocol())
                     record["arms"][arm.name] = {"hash": hashed, **stamp, "scores": scored[arm.name]}
                 _write(file, record)
             progress.advance(whole)
-    return [record for recording, _ in chosen if (record := _read(folder / f"{recording.name.replace('/', '.')}.json"))]
+    files = [folder / f"{recording.name.replace('/', '.')}.json" for recording, _ in chosen]
+    return [found for file in files if (found := _read(file))]
 
 
 def evaluate(

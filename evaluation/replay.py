@@ -78,7 +78,7 @@ def first_compaction(trajectory: Trajectory, budget: int, *, chunk: int = 128, e
                 return end
         last = span.end - 1
         if budget + every < last:
-            return max(budget + every, span.start + 1)
+            return budget + every
         if last > budget:
             return last
         position = last
