@@ -161,9 +161,9 @@ def run(setting: dict[str, Any], categories: list[str]) -> None:
     missing = generation.collect_test_cases(args, name, categories, entries)
     if missing:
         generation.generate_results(args, name, missing)
-    score = OUT / "score" / name
-    shutil.rmtree(score, ignore_errors=True)
-    eval_runner.main([name], categories, args.result_dir, OUT / "score", partial_eval=True)
+    # A folder per setting: the package's table of scores wants to know every model that it finds beside it.
+    shutil.rmtree(OUT / "score" / name, ignore_errors=True)
+    eval_runner.main([name], categories, args.result_dir, OUT / "score" / name, partial_eval=True)
     (OUT / f"{setting['name']}.json").write_text(json.dumps(outcomes(name, set(tasks)), indent=1))
 
 
