@@ -57,11 +57,11 @@ def phases(
         console.print("agentkv analyze phases: no trajectory is long enough")
         raise typer.Exit(1)
     rope = Rope.from_config(AutoConfig.from_pretrained(folder))
-    found, unrotated = [], []
+    pairs = []
     for trajectory in chosen:
         console.print(f"{trajectory.name}: {len(spans_of(trajectory.labels))} spans")
-        found.append(angles(decoder, trajectory))
-        unrotated.append(angles(decoder, trajectory, rope))
+        pairs.append(angles(decoder, trajectory, rope))
+    found, unrotated = ([pair[side] for pair in pairs] for side in (0, 1))
     after, before = describe(found), describe(unrotated)
     result: dict[str, Any] = {
         "model": folder.name,

@@ -90,19 +90,23 @@ def _attention(
     return attend
 
 
-def angles(decoder: Decoder, trajectory: Trajectory, rope: Rope | None = None) -> Angles:
-    """Distances between the trajectory's spans; with `rope`, of the queries before the rotation."""
+def angles(decoder: Decoder, trajectory: Trajectory, rope: Rope) -> tuple[Angles, Angles]:
+    """Distances between the trajectory's spans: of the queries after RoPE, and before it."""
     spans = spans_of(trajectory.labels)
     places = np.stack([np.linspace(start, end - 1, TOKENS).round().astype(np.int64) for start, end, _ in spans])
     queries = queries_at(decoder, trajectory, places.ravel())
-    if rope is not None:
-        positions = torch.from_numpy(places.ravel())
-        queries = rope.unrotate(queries.transpose(1, 2), positions).transpose(1, 2)
+    positions = torch.from_numpy(places.ravel()).to(decoder.device)
+    unrotated = rope.to(decoder.device).unrotate(queries.transpose(1, 2), positions).transpose(1, 2)
+    labels = np.array([label for _, _, label in spans], np.int8)
+    return Angles(labels, _distances(decoder, queries)), Angles(labels, _distances(decoder, unrotated))
+
+
+def _distances(decoder: Decoder, queries: Tensor) -> npt.NDArray[np.float32]:
+    """Distances `[L, Hkv, S, S]` of S spans, from the queries `[L, S * TOKENS, Hq, D]` of their tokens."""
     group = decoder.query_heads // decoder.kv_heads
-    split = queries.view(decoder.layers, len(spans), TOKENS, decoder.kv_heads, group, decoder.head_dim)
+    split = queries.reshape(decoder.layers, -1, TOKENS, decoder.kv_heads, group, decoder.head_dim)
     rows = split.permute(0, 3, 1, 2, 4, 5).flatten(3, 4)  # [L, Hkv, S, TOKENS * G, D]
-    basis = torch.linalg.svd(rows, full_matrices=False).Vh[..., :SUBSPACE, :]
-    return Angles(np.array([label for _, _, label in spans], np.int8), principal_angles(basis))
+    return principal_angles(torch.linalg.svd(rows, full_matrices=False).Vh[..., :SUBSPACE, :])
 
 
 def principal_angles(basis: Tensor) -> npt.NDArray[np.float32]:

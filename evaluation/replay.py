@@ -73,7 +73,8 @@ def first_compaction(trajectory: Trajectory, budget: int, *, chunk: int = 128, e
     for span in trajectory.spans:
         if not span.generated:
             continue
-        for end in [*range(position + chunk, span.start, chunk), span.start]:
+        ends: list[int] = [*range(position + chunk, span.start, chunk), span.start]
+        for end in ends:
             if end > budget:
                 return end
         last = span.end - 1
