@@ -19,7 +19,7 @@ async def test_sessions_that_find_their_state_were_held(tmp_path: Path, way: str
     async with served(tmp_path, setting.kind) as (state, engine):
         state.stuck = {2100}  # the third session waits for memory
         state.forgetful = {1}
-        found = await measure(engine, setting, plan(4, 2), "plain", 0.3)
+        found = await measure(engine, setting, plan(4, 2), "plain", 3.0)
     assert (found.first_turns, found.given_up, found.finished, found.held) == (3, 1, 3, 2)
     assert found.states == {"resumed": 2, "rebuilt": 1}
     order = [body["input_ids"][-10] // 1000 for body in state.bodies]
