@@ -29,6 +29,7 @@ def draw(
     limit = float(np.abs(gaps).max())
     image = axes[1, 0].imshow(gaps, aspect="auto", cmap="RdBu_r", vmin=-limit, vmax=limit)
     axes[1, 0].set(title="Gap between phases and repeats, degrees", xlabel="layer", ylabel="KV head")
+    axes[1, 0].set_yticks(range(len(gaps)))
     drawn.colorbar(image, ax=axes[1, 0])
     _scatter(axes[1, 1], *points)
     axes[1, 1].set_title(f"Queries of layer {head[0]}, KV head {head[1]}: first two components")
