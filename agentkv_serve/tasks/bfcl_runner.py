@@ -8,7 +8,7 @@ JSON file:
      "settings": [{"name": …, "policy": …, "budget": number or "full"}]}
 
 Per setting it writes `out/NAME.json` (every task's outcome) and, as they happen, `out/NAME.turns.jsonl`. What is done
-already is not done again: the package keeps its results under `out/result`.
+already is not done again (the package keeps its results under `out/result`), unless the harness had failed.
 """
 
 from __future__ import annotations
@@ -167,19 +167,31 @@ def run(setting: dict[str, Any], categories: list[str]) -> None:
     (OUT / f"{setting['name']}.json").write_text(json.dumps(outcomes(name, set(tasks)), indent=1))
 
 
-def results_of(name: str) -> list[dict[str, Any]]:
-    """Every result that the package has written for a setting."""
-    paths = sorted((OUT / "result" / name).rglob(f"{VERSION_PREFIX}_*_result.json"))
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+def files_of(name: str) -> list[Path]:
+    """The package's result files of a setting."""
+    return sorted((OUT / "result" / name).rglob(f"{VERSION_PREFIX}_*_result.json"))
+
+
+def broke(result: dict[str, Any]) -> str:
+    """What ended a task before its end; empty where nothing did."""
+    mark = "Error during inference: "
+    text = result["result"]
+    return text.removeprefix(mark) if isinstance(text, str) and text.startswith(mark) else ""
 
 
 def forget_unfinished(setting: dict[str, Any], name: str) -> None:
-    """Drops the notes of tasks that an earlier run did not bring to their end: they begin anew."""
-    path = OUT / f"{setting['name']}.turns.jsonl"
-    if path.is_file():
-        done = {entry["id"] for entry in results_of(name)}
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line)["task"] in done))
+    """Drops the results of tasks that ended with an error of the harness, and the notes of those and of tasks that an
+    earlier run did not bring to their end: they begin anew."""
+    done = set()
+    for path in files_of(name):
+        results = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [result for result in results if broke(result) in ("", OVERTIME)]
+        path.write_text("".join(json.dumps(result) + "\n" for result in kept))
+        done |= {result["id"] for result in kept}
+    notes = OUT / f"{setting['name']}.turns.jsonl"
+    if notes.is_file():
+        lines = notes.read_text().splitlines(keepends=True)
+        notes.write_text("".join(line for line in lines if json.loads(line)["task"] in done))
 
 
 def outcomes(name: str, tasks: set[str]) -> list[dict[str, Any]]:
@@ -191,14 +203,12 @@ def outcomes(name: str, tasks: set[str]) -> list[dict[str, Any]]:
             error = entry.get("error")
             failed[entry["id"]] = str(error.get("error_type", "")) if isinstance(error, dict) else str(error)
     found = []
-    for entry in results_of(name):
-        if entry["id"] not in tasks:
-            continue
-        text = entry["result"] if isinstance(entry["result"], str) else ""
-        broke = text.removeprefix("Error during inference: ") if text.startswith("Error during inference") else ""
-        outcome = {"task": entry["id"], "valid": entry["id"] not in failed, "why": failed.get(entry["id"])}
-        outcome |= {"overtime": broke == OVERTIME, "error": broke if broke != OVERTIME else ""}
-        found.append(outcome)
+    for entry in (json.loads(line) for path in files_of(name) for line in path.read_text().splitlines()):
+        if entry["id"] in tasks:
+            outcome = {"task": entry["id"], "valid": entry["id"] not in failed, "why": failed.get(entry["id"])}
+            ended = broke(entry)
+            outcome |= {"overtime": ended == OVERTIME, "error": ended if ended != OVERTIME else ""}
+            found.append(outcome)
     return found
 
 

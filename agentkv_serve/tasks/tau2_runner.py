@@ -10,7 +10,7 @@ JSON file:
      "settings": [{"name": …, "policy": …, "budget": number or "full"}]}
 
 Per setting it writes `out/NAME.json` (every task's outcome), `out/NAME.turns.jsonl` and the conversations. Tasks with
-an outcome are not run again.
+an outcome are not run again, unless the harness had failed.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def main() -> None:
         journal = OUT / f"{setting['name']}.outcomes.jsonl"
         done = {}
         if journal.is_file():
-            done = {outcome["task"]: outcome for outcome in map(json.loads, journal.read_text().splitlines())}
+            told = map(json.loads, journal.read_text().splitlines())
+            done = {outcome["task"]: outcome for outcome in told if not outcome["error"]}
         for domain in SPEC["domains"]:
             for task in tasks_of(domain):
                 if f"{domain}/{task.id}" not in done:

@@ -99,6 +99,11 @@ def test_errors_and_overtime_are_told_apart(answers: dict[str, list[list[str]]],
         assert row["errors"] >= 1 and row["overtime"] >= 1
         assert all("the model fell over" in words for words in row["error_texts"])
 
+    again, calls_made = evaluate(lambda call: text("I cannot."), tmp_path)
+    assert calls_made.sessions(), "a task that the harness failed is run again"
+    for row, before in zip(again["rows"], result["rows"], strict=True):
+        assert (row["errors"], row["overtime"]) == (0, before["overtime"])
+
 
 @pytest.mark.long
 @pytest.mark.engine

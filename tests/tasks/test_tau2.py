@@ -102,3 +102,5 @@ def test_a_models_broken_arguments_fail_the_task_and_not_the_harness(tmp_path: P
 def test_an_error_of_the_server_is_an_error_of_the_run(tmp_path: Path) -> None:
     result, _ = evaluate(lambda call: {}, tmp_path, "airline")
     assert [row["errors"] for row in result["rows"]] == [1, 1]
+    again, _ = evaluate(transfers, tmp_path, "airline")
+    assert [(row["tasks"], row["errors"]) for row in again["rows"]] == [(1, 0), (1, 0)], "it is run again"
