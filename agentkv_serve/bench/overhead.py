@@ -111,6 +111,8 @@ async def _compactions(
         decoded = _good(await session.run(Turn(second.ids, second.runs, tokens), replies))
         after = await compaction_seconds(engine, http)
         await session.close()
+    if after[1] == between[1]:
+        raise StackError("the engine's metrics tell of no compression in decode: nothing was measured")
     return shares(prefilled, decoded, before, between, after)
 
 

@@ -174,19 +174,25 @@ def test_every_regime_has_its_headline() -> None:
 
 def drawn(concurrency: int, speed: float, policy: str | None = "agentkv") -> dict[str, Any]:
     row = {"setting": "agentkv 512", "policy": policy, "budget": 512, "output_tok_s": {"median": speed}}
-    return {"regime": "pressured", "configuration": {"concurrency": concurrency}, "rows": [row]}
+    return {
+        "regime": "pressured",
+        "configuration": {"concurrency": concurrency, "full_length_max": 4840},
+        "rows": [row],
+    }
 
 
 def test_plots_need_more_than_one_point_and_measured_quality(tmp_path: Path) -> None:
     result = {"presets": [drawn(4, 20.0), drawn(1, 8.0)]}
     assert curves(result["presets"]) == {("pressured", "agentkv 512"): [(1, 8.0), (4, 20.0)]}
     quality = tmp_path / "quality.json"
-    rows = [{"policy": "agentkv", "budget": 512, "score": 0.7}, {"policy": "rkv", "budget": 512, "score": None}]
-    quality.write_text(json.dumps({"metric": "share", "rows": rows}))
-    assert points(result["presets"], rows) == [
-        ("agentkv 512, pressured", 20.0, 0.7),
-        ("agentkv 512, pressured", 8.0, 0.7),
-    ]
+    measured = {"agentkv": {"copy_acc": 0.7}, "rkv": {"copy_acc": None}}
+    summary = {"budgets": {"12.5%": {"policies": measured}, "50%": {"policies": {"agentkv": {"copy_acc": 0.9}}}}}
+    quality.write_text(json.dumps(summary))
+    name = "agentkv 512, pressured (quality at 12.5%)"
+    assert points(result["presets"], summary) == [(name, 20.0, 0.7), (name, 8.0, 0.7)]
+    summary["budgets"]["512"] = {"policies": {"agentkv": {"copy_acc": 0.6}}}
+    assert points(result["presets"], summary)[0] == ("agentkv 512, pressured (quality at 512)", 20.0, 0.6)
+    assert points([drawn(1, 8.0)], {"budgets": {"50%": {"policies": measured}}}) == []
     made = plot(result, tmp_path, quality)
     assert [path.name for path in made] == ["throughput-concurrency.png", "quality-throughput.png"]
     assert all(path.stat().st_size > 1000 for path in made)

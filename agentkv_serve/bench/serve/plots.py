@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 QUALITY = Path("docs/results/quality.json")
+METRIC = "copy_acc"
+"""Of the summary's numbers: the share of tokens, copied from far back, that the model still gets right."""
 
 
 def plot(result: dict[str, Any], out: Path, quality: Path = QUALITY) -> list[Path]:
@@ -35,18 +38,32 @@ def curves(presets: list[dict[str, Any]]) -> dict[tuple[str, str], list[tuple[in
     return {name: sorted(points) for name, points in found.items() if len(points) > 1}
 
 
-def points(presets: list[dict[str, Any]], quality: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(setting, output tok/s, quality) of every row of ours whose policy and budget have a measured quality.
+def points(presets: list[dict[str, Any]], quality: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """(name, output tok/s, quality) of every row of ours whose policy has a measured quality at such a budget.
 
-    `quality` are rows with `policy`, `budget` and `score`.
+    Args:
+        quality: the summary of `agentkv eval quality`; its budgets are tokens, or shares of the length. A share stands
+            for a row's budget where it is the nearest one and not more than half as much away.
     """
-    scores = {(row["policy"], row["budget"]): float(row["score"]) for row in quality if row.get("score") is not None}
-    return [
-        (f"{row['setting']}, {preset['regime']}", float(row["output_tok_s"]["median"]), scores[key])
-        for preset in presets
-        for row in preset["rows"]
-        if (key := (row["policy"], row["budget"])) in scores
-    ]
+    found = []
+    for preset in presets:
+        length = preset["configuration"]["full_length_max"]
+        for row in preset["rows"]:
+            text = _nearest(quality["budgets"], row["budget"], length) if row["budget"] else None
+            scores = quality["budgets"][text]["policies"].get(row["policy"], {}) if text else {}
+            if scores.get(METRIC) is not None:
+                name = f"{row['setting']}, {preset['regime']} (quality at {text})"
+                found.append((name, float(row["output_tok_s"]["median"]), float(scores[METRIC])))
+    return found
+
+
+def _nearest(budgets: Iterable[str], budget: int, length: int) -> str | None:
+    def distance(text: str) -> float:
+        tokens = length * float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        return max(tokens / budget, budget / tokens)
+
+    best = min(budgets, key=distance, default=None)
+    return best if best is not None and distance(best) <= 1.5 else None
 
 
 def _concurrency(presets: list[dict[str, Any]], path: Path) -> Path | None:
@@ -66,7 +83,7 @@ def _concurrency(presets: list[dict[str, Any]], path: Path) -> Path | None:
 
 
 def _quality(presets: list[dict[str, Any]], quality: dict[str, Any], path: Path) -> Path | None:
-    found = points(presets, quality.get("rows", []))
+    found = points(presets, quality)
     if not found:
         return None
     from matplotlib import pyplot
@@ -75,7 +92,7 @@ def _quality(presets: list[dict[str, Any]], quality: dict[str, Any], path: Path)
     for name, speed, score in found:
         axes.scatter(speed, score)
         axes.annotate(name, (speed, score), textcoords="offset points", xytext=(5, 5), fontsize="small")
-    axes.set(xlabel="output tokens per second", ylabel=quality.get("metric", "quality"))
+    axes.set(xlabel="output tokens per second", ylabel="share of long copies that come out right")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
     return path
