@@ -229,7 +229,7 @@ def traffic(host: Host) -> Iterator[None]:
             n = 0
             while not stop.is_set():
                 talk = [{"role": "user", "content": f"{n}: " + "Tell me of the sea and the sky. " * 40}]
-                for turn in range(4):
+                for turn in range(3):
                     rebuild = {"x-agentkv-session-rebuild": "true"} if turn == 2 else {}
                     reply = chat(host, talk, **{"x-agentkv-session": f"traffic-{n}", **rebuild})
                     talk += [reply["choices"][0]["message"], {"role": "user", "content": "And then?"}]
@@ -240,7 +240,7 @@ def traffic(host: Host) -> Iterator[None]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    time.sleep(60)
+    time.sleep(75)
     yield
     stop.set()
     thread.join(120)
@@ -255,7 +255,7 @@ def test_every_panels_query_returns_data(host: Host, traffic: None) -> None:
     empty = []
     for panel in PANELS:
         for target in panel["targets"]:
-            found = query(host, target["expr"].replace("$__rate_interval", "30s"))
+            found = query(host, target["expr"].replace("$__rate_interval", "1m"))
             values = [float(series["value"][1]) for series in found]
             if not any(value == value for value in values) and panel["title"] not in ONLY_WITH_TROUBLE:
                 empty.append((panel["title"], target["expr"], values))
