@@ -54,11 +54,13 @@ _lock = threading.Lock()
 class GatewayHandler(OpenAICompletionsHandler):  # type: ignore[misc]
     """The package's own function-calling client; it only says which session a call belongs to, and caps it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        client: Any = self.client
-        self.client = client.with_options(max_retries=0)  # a second try would hide an error
-        self.setting = next(s for s in SPEC["settings"] if registry_name(s) == self.registry_name)
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What this client runs with."""
+        return next(setting for setting in SPEC["settings"] if registry_name(setting) == self.registry_name)
+
+    def _build_client_kwargs(self) -> dict[str, Any]:
+        return {**super()._build_client_kwargs(), "max_retries": 0}  # a second try would hide an error
 
     def inference(self, test_entry: dict[str, Any], *args: Any) -> Any:
         """One task, in a session of its own that is released afterwards."""
