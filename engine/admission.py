@@ -58,6 +58,23 @@ def _needs_session_slot(runtime: Runtime, turn: Turn) -> bool:
     return turn.compresses and (record is None or record.kv is None)
 
 
+def needs_row(runtime: Runtime, req: Any) -> bool:
+    """Whether a waiting request has yet to get a req_to_token row: its session, if any, has none to lend."""
+    return not (req.kv.holds_kv or runtime.tree.session.will_lend_record(req))
+
+
+def has_row(runtime: Runtime, req: Any, admitted: list[Any]) -> bool:
+    """Whether a request has a row, or can have a free one.
+
+    Args:
+        admitted: requests that were admitted in the same pass; they take their rows only when they run.
+    """
+    if not needs_row(runtime, req):
+        return True
+    promised = sum(needs_row(runtime, other) for other in admitted)
+    return promised < int(runtime.scheduler.req_to_token_pool.available_size())
+
+
 def refuse_oversized(runtime: Runtime, turn: Turn | None, prompt_len: int, limit: int) -> None:
     """Refuses at once what can never fit.
 

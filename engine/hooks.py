@@ -129,6 +129,11 @@ def before_row_free(pool: Any, holder: Any) -> None:
         runtime.drop_row(holder.kv.req_pool_idx)
 
 
+def after_is_timed_out(timed_out: bool, session: Any) -> bool | None:
+    """A session is not idle while a turn of it waits or runs, however long that takes."""
+    return False if timed_out and session._inflight and runtime_module.current() is not None else None
+
+
 def around_close(original: Any, controller: Any, session_id: str) -> None:
     """Notes why a session is gone: closed (its next turn starts clean), or idle for too long (it is rebuilt)."""
     timed_out = controller.sessions[session_id].is_timed_out()
@@ -161,11 +166,18 @@ def after_available_and_evictable(size: int, budget: Any) -> int | None:
     return size + reclaim.reclaimable_tokens(runtime)
 
 
-def before_get_num_allocatable_reqs(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """An idle session gives its row to a waiting request."""
+def around_get_num_allocatable_reqs(
+    original: Any, scheduler: Any, *args: Any, num_held_rows: int = 0, **kwargs: Any
+) -> int:
+    """Turns that wait for nothing but their own session's row count as allocatable: SGLang sees a full row pool, and
+    would wait for ever for rows that these very turns hold. An idle session gives its row to whoever needs one."""
     runtime = runtime_module.current()
     if runtime is not None and scheduler.waiting_queue:
-        reclaim.free_row(runtime)
+        with_row = sum(not admission.needs_row(runtime, req) for req in scheduler.waiting_queue)
+        if with_row < len(scheduler.waiting_queue):
+            reclaim.free_row(runtime)
+        num_held_rows = max(num_held_rows, with_row)
+    return int(original(scheduler, *args, num_held_rows=num_held_rows, **kwargs))
 
 
 def around_add_one_req(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +186,8 @@ def around_add_one_req(original: Any, adder: Any, req: Any, *args: Any, **kwargs
     turn = turn_of(req)
     if runtime is None:
         return original(adder, req, *args, **kwargs)
+    if not admission.has_row(runtime, req, adder.can_run_list):
+        return AddReqResult.CONTINUE  # passed over: those behind it may have a row of their own
     if turn is not None and not admission.can_start(runtime, turn, adder.can_run_list):
         return AddReqResult.NO_TOKEN
     verdict = original(adder, req, *args, **kwargs)
@@ -244,9 +258,10 @@ HOOKS: tuple[tuple[str, str, Any], ...] = (
     (f"{_SCHEDULER}._release_aborted_request", "after", after_release_aborted_request),
     (f"{_SCHEDULER}.process_batch_result", "after", after_process_batch_result),
     (f"{_SCHEDULER}.get_internal_state", "around", kv_map.around_get_internal_state),
-    (f"{_SCHEDULER}.get_num_allocatable_reqs", "before", before_get_num_allocatable_reqs),
+    (f"{_SCHEDULER}.get_num_allocatable_reqs", "around", around_get_num_allocatable_reqs),
     (f"{_HTTP}.add_http_request_metrics_middleware", "after", kv_map.after_app_is_made),
     (f"{_SESSION}.create_req", "after", after_create_req),
+    (f"{_SESSION}.is_timed_out", "after", after_is_timed_out),
     (f"{_SESSION}._strip_bos_token", "around", around_strip_bos_token),
     (f"{_SESSION}Controller._close", "around", around_close),
     ("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", "after", after_max_prefix_len),

@@ -17,9 +17,9 @@ BUDGET = 128
 
 @pytest.fixture(scope="module")
 def narrow(module_fleet: Fleet, tiny: Callable[..., Path]) -> Arena:
-    """One request at a time; sessions are released after two idle seconds."""
+    """One request at a time, so one row for all sessions; they are released after ten idle seconds."""
     folder = tiny("llama-gqa")
-    flags = ("--max-running-requests", "1", "--agentkv-idle-seconds", "2")
+    flags = ("--max-running-requests", "1", "--agentkv-idle-seconds", "10")
     return Arena.of(module_fleet.agentkv(folder, *PAGED, *flags), folder)
 
 
@@ -35,8 +35,12 @@ def test_abort_while_queued(narrow: Arena) -> None:
             queued.abort()
             live.abort()
         one = waiter.play(steps[2])
-        assert one.reply.facts["state"] == "resumed"
+        assert one.reply.facts["state"] == "rebuilt"  # the runner took the only row
         assert_same_turn(one)
+        for step in random_steps([30, 40], [10, 10], seed=74):  # its own row is all that it waits for
+            one = waiter.play(step)
+            assert one.reply.facts["state"] == "resumed"
+            assert_same_turn(one)
 
 
 def test_abort_in_prefill(narrow: Arena) -> None:
@@ -56,7 +60,7 @@ def test_idle_sessions_are_released(narrow: Arena) -> None:
     steps = random_steps([300, 40], [10, 10], seed=73)
     with narrow.duel(BUDGET) as duel:
         duel.play(steps[0])
-        time.sleep(4)
+        time.sleep(12)
         narrow.server.complete([1, 2, 3], 1)  # any work lets the scheduler look at its clock
         one = duel.play(steps[1])
         assert (one.reply.facts["state"], one.reply.facts["reason"]) == ("rebuilt", "idle")
