@@ -106,7 +106,7 @@ def history(record: SessionRecord) -> dict[str, Any]:
     turns = []
     for turn in record.turns:
         entry = dataclasses.asdict(turn)
-        turns.append(entry | entry.pop("facts"))
+        turns.append(entry.pop("facts") | entry)
     return {"turns": turns, "compactions": [dataclasses.asdict(event) for event in record.compactions]}
 
 
