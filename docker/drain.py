@@ -8,21 +8,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
-RUNNING = "sglang:num_running_reqs"
-WAITING = "sglang:num_queue_reqs"
+BUSY = re.compile(r"sglang[:_]num_(?:running|queue)_reqs\b")
 
 
 def busy(url: str) -> float:
     """Turns that run or wait, by the engine's own metrics. Raises OSError when it does not answer."""
     with urllib.request.urlopen(url, timeout=10) as reply:
         lines = reply.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((RUNNING, WAITING)))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if BUSY.match(line))
 
 
 def main() -> int:

@@ -36,6 +36,13 @@ def rate(metric: str, selector: str, by: str) -> tuple[tuple[str, str], ...]:
 
 
 GATEWAY, ENGINE = 'job="gateway"', 'job="engine"'
+
+
+def stock(name: str) -> str:
+    """One of SGLang's own series. Prometheus before version 3 is given its name with `_` in place of `:`."""
+    return f'{{__name__=~"sglang[:_]{name}", {ENGINE}}}'
+
+
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Traffic": (
         Panel(
@@ -147,7 +154,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "KV pool in use",
             "percentunit",
-            ((f"sglang:token_usage{{{ENGINE}}}", "{{instance}}"),),
+            ((stock("token_usage"), "{{instance}}"),),
             "Share of each engine's KV pool that is taken.",
         ),
         Panel(
@@ -193,8 +200,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Turns that run and wait",
             "short",
             (
-                (f"sum(sglang:num_running_reqs{{{ENGINE}}})", "running"),
-                (f"sum(sglang:num_queue_reqs{{{ENGINE}}})", "waiting"),
+                (f"sum({stock('num_running_reqs')})", "running"),
+                (f"sum({stock('num_queue_reqs')})", "waiting"),
             ),
             "In all engines.",
         ),
