@@ -63,8 +63,9 @@ def test_a_known_shape_changes_nothing(tiny: Vocabulary, body: str, data: st.Dat
             assert told(warm) == told(full)
             continue
         # Marks do not survive a template that cuts texts, and a search may be wrong; a known shape still is right.
-        for part, message in zip(warm.parts, new, strict=False):
-            assert message["content"].strip() in tiny.decode(warm.ids[part.start - 5 : part.end - 5])
+        if warm.confidence == "high" and full.confidence != "high":
+            for part, message in zip(warm.parts, new, strict=True):
+                assert message["content"].strip() in tiny.decode(warm.ids[part.start - 5 : part.end - 5])
 
 
 def test_a_known_shape_is_printed_once(tiny: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
