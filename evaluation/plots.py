@@ -44,7 +44,6 @@ def quality(tables: dict[str, Any], by_budget: Path, by_phase: Path) -> None:
     full = [table["policies"][names[0]]["copy_acc_full"] for table in tables.values() if names[0] in table["policies"]]
     if full and None not in full:
         axes[0, 1].plot(budgets[: len(full)], full, "k--", linewidth=1, label="full KV")
-        axes[0, 1].legend()
     axes[0, 0].set(yscale="log", ylabel="KL to full KV, nats", xlabel="budget")
     axes[0, 1].set(ylabel="long-range copies right", xlabel="budget")
     drawn.legend(loc="outside right upper", fontsize=8)
