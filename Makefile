@@ -26,7 +26,7 @@ demo: setup
 
 test: setup lint
 	.venv/bin/agentkv model
-	.venv/bin/pytest -m "not long" --durations=25
+	.venv/bin/pytest -m "not long" --durations=15
 
 test-long: setup
 	.venv/bin/agentkv model

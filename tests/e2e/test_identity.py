@@ -48,7 +48,7 @@ def assert_identical(ours: Sequence[Reply], stock: Sequence[Reply]) -> None:
 
 def test_smollm2_equals_stock_cold_and_after_a_radix_hit(fleet: Fleet, smollm2: Path) -> None:
     """Session A fills the prefix tree; B, of its tenant, starts from it; C, of another, cold; D has no budget."""
-    steps = agent_steps(transformers.AutoTokenizer.from_pretrained(smollm2), rows=(16, 6, 4))
+    steps = agent_steps(transformers.AutoTokenizer.from_pretrained(smollm2), rows=(10, 4, 3))
     flags = ("--max-total-tokens", "16384")
     stock, ours = fleet.stock(smollm2, *flags), fleet.agentkv(smollm2, *flags)
     expected = stock_turns(stock.wait(), steps)

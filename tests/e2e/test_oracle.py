@@ -35,7 +35,7 @@ def check(duel: Duel, budget: int, page: int = 1) -> None:
     assert ties <= TIES * entries
 
 
-@pytest.mark.parametrize("budget", [128, 160, 512])
+@pytest.mark.parametrize("budget", [128, pytest.param(160, marks=pytest.mark.long), 512])
 def test_smollm2_three_turns(fleet: Fleet, smollm2: Path, budget: int) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     server = fleet.agentkv(smollm2, "--max-total-tokens", "16384")
