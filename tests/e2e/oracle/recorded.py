@@ -60,17 +60,26 @@ class Held:
         self.length += len(ids)
         return output.logits[0].argmax(-1).tolist()
 
+    def _places(self, layer: int, kept: torch.Tensor) -> torch.Tensor:
+        return torch.searchsorted(self.positions[layer], kept.contiguous()).clamp(
+            max=self.positions[layer].shape[1] - 1
+        )
+
+    def holds(self, kept: torch.Tensor) -> bool:
+        """Whether all of `kept` [layers, Hkv, K] is held."""
+        return all(
+            torch.equal(self.positions[layer].gather(1, self._places(layer, rows)), rows)
+            for layer, rows in zip(sorted(self.keys), kept, strict=True)
+        )
+
     def keep(self, kept: torch.Tensor) -> None:
         """Drops everything but `kept`, which must all be held."""
-        for order, layer in enumerate(sorted(self.keys)):
-            index = torch.searchsorted(self.positions[layer], kept[order].contiguous())
-            index = index.clamp(max=self.positions[layer].shape[1] - 1)
-            if not torch.equal(self.positions[layer].gather(1, index), kept[order]):
-                raise AssertionError(f"layer {layer}, length {self.length}: kept entries that were not held")
-            self.positions[layer] = kept[order]
+        for layer, rows in zip(sorted(self.keys), kept, strict=True):
+            index = self._places(layer, rows)
+            self.positions[layer] = rows
             for cache in (self.keys, self.values):
-                rows = index[:, :, None].expand(-1, -1, cache[layer].shape[-1])
-                cache[layer] = cache[layer].gather(1, rows)
+                picked = index[:, :, None].expand(-1, -1, cache[layer].shape[-1])
+                cache[layer] = cache[layer].gather(1, picked)
 
 
 def check_turn(held: Held, ids: Sequence[int], sampled: int, events: Sequence[Event]) -> Held:
@@ -117,26 +126,27 @@ def _run(
 ) -> tuple[list[bool], Held]:
     """For each sampled token: was it the model's choice, if the session went on from `held` with these compactions?
 
-    A compaction that cannot follow from what is held is an error, or, if not `strict`, ends the run: what comes after
-    is no hit.
+    A compaction that cannot follow from what is held is an error; if not `strict`, it and those after it belong to
+    another state, and the run goes on without them.
     """
     held = dataclasses.replace(held, keys={**held.keys}, values={**held.values}, positions={**held.positions})
     first, end = len(ids) - sampled, len(ids) - 1  # the last sampled token is not computed
     said: dict[int, int] = {}
-    for event in [*events, None]:
-        stop = end if event is None else event.length
-        if stop < held.length:
-            break
+
+    def feed(stop: int) -> None:
         begin = held.length
         for place, token in enumerate(held.feed(ids[begin:stop]), begin + 1):
             said[place] = token
-        try:
-            if event is not None:
-                held.keep(event.kept)
-        except AssertionError:
+
+    for event in events:
+        if event.length >= held.length:
+            feed(event.length)
+        if event.length != held.length or not held.holds(event.kept):
             if strict:
-                raise
+                raise AssertionError(f"length {held.length}: a compaction at {event.length} kept what was not held")
             break
+        held.keep(event.kept)
+    feed(end)
     return [said.get(place) == ids[place] for place in range(first, len(ids))], held
 
 
