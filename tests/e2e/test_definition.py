@@ -78,9 +78,9 @@ def test_recorded_check_accepts_the_replay_and_nothing_else(tiny: Callable[..., 
     size = len(again) - 1
     everything = torch.arange(size).repeat(2, 2, 1)
     events = [recorded.Event(size, 0, everything)]
-    assert recorded.check_retracted(held, again, 20, events, size).length == size
+    assert recorded.check_restarted(held, again, 20, events, size).length == size
     with pytest.raises(AssertionError, match="none of"):
-        recorded.check_retracted(held, [*again[:-5], (again[-5] + 1) % 256, *again[-4:]], 20, events, size)
+        recorded.check_restarted(held, [*again[:-5], (again[-5] + 1) % 256, *again[-4:]], 20, events, size)
 
 
 def test_scores_by_hand() -> None:

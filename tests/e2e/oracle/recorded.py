@@ -95,12 +95,12 @@ def check_turn(held: Held, ids: Sequence[int], sampled: int, events: Sequence[Ev
     return after
 
 
-def check_retracted(held: Held, ids: Sequence[int], sampled: int, events: Sequence[Event], kv_tokens: int) -> Held:
-    """Checks a turn that lost its session's memory in mid-turn, once or more often, and returns the state after it.
+def check_restarted(held: Held, ids: Sequence[int], sampled: int, events: Sequence[Event], kv_tokens: int) -> Held:
+    """Checks a turn that began from nothing, perhaps in its middle and more than once, and returns the state after it.
 
-    The record does not say when that was. So each token must follow from one of the states that the session can have
-    had, in their order: the one before the turn, then an empty one, compacted as recorded from some whole one on, and
-    last an empty one that was never compacted.
+    The record does not say when a retraction was. So each token must follow from one of the states that the session
+    can have had, in their order: the one before the turn, then an empty one, compacted as recorded from some whole one
+    on, and last an empty one that was never compacted.
 
     held: the state before the turn (an empty one where the turn began afresh). `kv_tokens`: entries held at the end.
     """
