@@ -108,9 +108,9 @@ def running(settings: StackSettings, report: Report = lambda name, text: None) -
     except (StackError, ChildDied):
         failed = True
         raise
-    except Exception:
+    except Exception:  # a child's death explains a failed call better than the call's own error
         failed = True
-        for child in children:  # a child's death explains a failed call better than the call's own error
+        for child in children:
             child.check()
         raise
     finally:

@@ -88,7 +88,7 @@ class GatewayHandler(OpenAICompletionsHandler):  # type: ignore[misc]
         began = time.monotonic()
         try:
             reply = self.client.chat.completions.create(**call)
-        except Exception:
+        except Exception:  # whatever ended a call past the task's deadline, the task failed by its time
             if time.monotonic() >= inference_data["deadline"]:
                 raise TimeoutError(OVERTIME) from None
             raise

@@ -31,7 +31,7 @@ def tiny_ids() -> Vocabulary:
 def smollm2_folder() -> Path:
     folder = CACHE / "models" / "SmolLM2-135M-Instruct"
     if not (folder / "tokenizer.json").is_file():
-        pytest.skip("the default model is not in the cache; run `agentkv model`")
+        pytest.fail("the default model is not in the cache; run `agentkv model`")
     return folder
 
 
