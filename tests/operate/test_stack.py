@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,8 +217,8 @@ def test_the_engine_has_registered_itself(host: Host) -> None:
 
 
 @pytest.fixture(scope="module")
-def traffic(host: Host) -> Iterator[None]:
-    """Turns under budget, streamed and not, rebuilt on request, while the panels are looked at."""
+def traffic(host: Host) -> Iterator[Callable[[], None]]:
+    """Turns under budget, streamed and not, rebuilt on request, while the panels are looked at; yields what ends it."""
     host.wait("engine-cpu")
     host.wait("gateway")
     stop = threading.Event()
@@ -238,20 +238,23 @@ def traffic(host: Host) -> Iterator[None]:
         except BaseException as error:
             failures.append(error)
 
+    def end() -> None:
+        stop.set()
+        thread.join(120)
+        assert not thread.is_alive() and failures == []
+
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     time.sleep(75)
-    yield
-    stop.set()
-    thread.join(120)
-    assert failures == []
+    yield end
+    end()
 
 
 ONLY_WITH_TROUBLE = {"Idle sessions that gave way"}
 """Panels whose series appear with their first event, which this small load need not bring about."""
 
 
-def test_every_panels_query_returns_data(host: Host, traffic: None) -> None:
+def test_every_panels_query_returns_data(host: Host, traffic: Callable[[], None]) -> None:
     empty = []
     for panel in PANELS:
         for target in panel["targets"]:
@@ -262,7 +265,7 @@ def test_every_panels_query_returns_data(host: Host, traffic: None) -> None:
     assert empty == [], json.dumps(empty, indent=1)
 
 
-def test_the_engines_numbers_are_the_gateways(host: Host, traffic: None) -> None:
+def test_the_engines_numbers_are_the_gateways(host: Host, traffic: Callable[[], None]) -> None:
     (held,) = query(host, 'sum(agentkv_held_tokens{job="engine"})')
     (sessions,) = query(host, 'sum(agentkv_sessions{job="engine"})')
     assert 0 < float(held["value"][1]) <= float(sessions["value"][1]) * (256 + 128 + 1)
@@ -270,7 +273,7 @@ def test_the_engines_numbers_are_the_gateways(host: Host, traffic: None) -> None
     assert float(compactions["value"][1]) > 0
 
 
-def test_prometheus_loads_the_alerts_and_none_fires(host: Host, traffic: None) -> None:
+def test_prometheus_loads_the_alerts_and_none_fires(host: Host, traffic: Callable[[], None]) -> None:
     reply = httpx.get(f"http://127.0.0.1:{host.ports['prometheus']}/api/v1/rules").json()
     rules = [rule for group in reply["data"]["groups"] for rule in group["rules"]]
     assert len(rules) > 8 and {rule["health"] for rule in rules} == {"ok"}
@@ -282,8 +285,8 @@ def test_the_gateways_metrics_are_not_on_the_public_port(host: Host) -> None:
     assert httpx.get(f"http://127.0.0.1:{host.ports['gateway']}/metrics").status_code == 404
 
 
-def test_a_drained_engine_leaves_the_gateway_and_ends_idle(host: Host) -> None:
-    host.wait("engine-cpu")
+def test_a_drained_engine_leaves_the_gateway_and_ends_idle(host: Host, traffic: Callable[[], None]) -> None:
+    traffic()  # its turns would be refused once the only engine has left
     command = [sys.executable, str(DOCKER / "drain.py"), "--pid-file", str(host.folder / "announcer.pid")]
     command += ["--metrics", f"http://127.0.0.1:{host.ports['engine-cpu']}/metrics", "--limit", "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
