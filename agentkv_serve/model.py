@@ -20,14 +20,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from agentkv_serve.attention_shape import refusal, shape
+
 MANIFEST = "agentkv-model.json"
-SUPPORTED = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
 
 
 class ModelError(Exception):
@@ -108,7 +103,7 @@ def check_model(path: Path) -> ModelInfo:
     """Checks that a Hugging Face folder can be served and describes it.
 
     Raises:
-        ModelError: a part is missing, or the architecture is not supported.
+        ModelError: a part is missing, or its attention cannot be compressed.
     """
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -117,33 +112,29 @@ def check_model(path: Path) -> ModelInfo:
         config: dict[str, Any] = json.loads(config_file.read_text())
     except ValueError as error:
         raise ModelError(f"{config_file} is not valid JSON: {error}") from error
-    architectures = config.get("architectures") or ["(none named)"]
-    if architectures[0] not in SUPPORTED:
-        raise ModelError(
-            f"{path} is a {architectures[0]}; supported architectures are {', '.join(SUPPORTED)}: "
-            "full attention in every layer with plain rotary positions"
-        )
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise ModelError(f"{path} uses sliding-window attention, which has no KV left to choose from")
+    if reason := refusal(config):
+        raise ModelError(f"{path} {reason}")
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"{path} has no tokenizer.json: save the fast tokenizer beside the model")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{path} has no *.safetensors weights")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return ModelInfo(
-        path=str(path),
-        architecture=architectures[0],
-        layers=config["num_hidden_layers"],
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=config["vocab_size"],
-        context=config["max_position_embeddings"],
-        dtype=dtype,
-        kv_bytes=2 * config["num_hidden_layers"] * kv_heads * head_dim * (4 if dtype == "float32" else 2),
-    )
+    text = config.get("text_config") or config
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"
+    try:
+        attention = shape(config)
+        return ModelInfo(
+            path=str(path),
+            architecture=(config.get("architectures") or ["(none named)"])[0],
+            layers=text["num_hidden_layers"],
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            vocab=text["vocab_size"],
+            context=text["max_position_embeddings"],
+            dtype=dtype,
+            kv_bytes=2 * attention.layers * attention.kv_heads * attention.head_dim * (4 if dtype == "float32" else 2),
+        )
+    except KeyError as error:
+        raise ModelError(f"{config_file} does not give {error.args[0]}: it is no decoder model's") from error
 
 
 @contextlib.contextmanager

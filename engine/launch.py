@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from agentkv_serve import joining
+from agentkv_serve import attention_shape, joining
 from agentkv_serve.engine import keys, selfcheck
 from agentkv_serve.engine.config import ENVIRONMENT, EngineConfig
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED
@@ -41,12 +42,16 @@ def server_command(
         overlap: whether the scheduler works while a forward runs; None = on a GPU.
 
     Raises:
-        typer.BadParameter: no such model folder, or a flag that cannot work with the AgentKV cache, by name.
+        typer.BadParameter: no such model folder, a model whose attention cannot be compressed, or a flag that cannot
+            work with the AgentKV cache, by name.
     """
     if not model_path.is_dir():
         raise typer.BadParameter(
             f"--model-path {model_path}: there is no folder of that name; give a Hugging Face folder"
         )
+    config = model_path / "config.json"
+    if config.is_file() and (reason := attention_shape.refusal(json.loads(config.read_text()))):
+        raise typer.BadParameter(f"--model-path {model_path} {reason}; SGLang without the AgentKV cache may serve it")
     given = {argument.split("=", 1)[0] for argument in extra if argument.startswith("--")}
     for refusal in REFUSALS:
         if refusal.refuses(extra):

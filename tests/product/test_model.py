@@ -25,11 +25,13 @@ GOOD: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+BLOCK: dict[str, Any] = {"attention": {"no_op": False, "n_heads_in_group": 2}}
+
 
 def write_model(folder: Path, leave_out: str = "", **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in {
-        "config.json": json.dumps({**GOOD, **changes}),
+        "config.json": json.dumps({name: value for name, value in {**GOOD, **changes}.items() if value is not ...}),
         "tokenizer.json": "{}",
         "model.safetensors": "",
     }.items():
@@ -44,6 +46,13 @@ def test_describes_a_folder(tmp_path: Path) -> None:
     assert info.kv_bytes == 2 * 2 * 2 * 16 * 2  # K and V, layers, KV heads, head size, bytes of bf16
 
 
+def test_counts_the_layers_with_attention(tmp_path: Path) -> None:
+    """Nemotron-NAS: KV heads by group, and layers without attention."""
+    blocks = [BLOCK, {"attention": {"no_op": True, "n_heads_in_group": None}}]
+    info = check_model(write_model(tmp_path / "m", num_key_value_heads=None, block_configs=blocks))
+    assert (info.layers, info.kv_heads, info.kv_bytes) == (2, 2, 2 * 1 * 2 * 16 * 2)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_names_the_missing_part(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ModelError, match=missing.split(".")[-1]):
@@ -53,9 +62,15 @@ def test_names_the_missing_part(tmp_path: Path, missing: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM.*LlamaForCausalLM"),
-        ({"architectures": None}, "none named"),
-        ({"sliding_window": 4096}, "sliding-window"),
+        ({"kv_lora_rank": 512}, "MLA"),
+        ({"sliding_window": 256}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear-attention"),
+        ({"mamba_d_state": 128}, "state-space"),
+        ({"text_config": {"sliding_window": 256, "max_position_embeddings": 512}}, "sliding-window"),
+        ({"is_encoder_decoder": True}, "encoder"),
+        ({"block_configs": [BLOCK, {"attention": {"n_heads_in_group": 4}}]}, "Variable GQA"),
+        ({"vocab_size": ...}, "does not give vocab_size"),
     ],
 )
 def test_refuses_what_cannot_be_served(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
