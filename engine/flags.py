@@ -19,6 +19,7 @@ class Refusal:
     name: str  # attribute of SGLang's ServerArgs; the flag is --name with dashes
     reason: str
     when: Callable[[Any], bool] = bool
+    also: str = ""  # SGLang's other name for the flag
 
     @property
     def flag(self) -> str:
@@ -28,7 +29,7 @@ class Refusal:
         """Whether a command line gives the flag a refused value, as far as that can be told before SGLang reads it."""
         for index, argument in enumerate(arguments):
             name, joined, value = argument.partition("=")
-            if name != self.flag:
+            if name not in (self.flag, self.also):
                 continue
             following = arguments[index + 1] if index + 1 < len(arguments) else "--"
             if not joined and following.startswith("--"):
@@ -60,7 +61,7 @@ _OWN_ATTENTION = "it computes attention outside of the attention backend, which 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("speculative_algorithm", _RECENT_TAIL, _not_none),
     Refusal("dllm_algorithm", _RECENT_TAIL, _not_none),
-    Refusal("enable_hierarchical_cache", _READS_WHOLE_ROWS),
+    Refusal("enable_hierarchical_cache", _READS_WHOLE_ROWS, also="--enable-hicache"),
     Refusal("hicache_storage_backend", _READS_WHOLE_ROWS, _not_none),
     Refusal("enable_lmcache", _READS_WHOLE_ROWS),
     Refusal("enable_flexkv", _READS_WHOLE_ROWS),
@@ -70,16 +71,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("enable_pd_role_switch", _READS_WHOLE_ROWS),
     Refusal("disaggregation_decode_enable_offload_kvcache", _READS_WHOLE_ROWS),
     Refusal("kv_canary", "it checks that a row holds the keys of all its tokens", _not_none),
-    Refusal("dcp_size", _ONE_RANK, _more_than_one),
-    Refusal("attn_cp_size", _ONE_RANK, _more_than_one),
+    Refusal("dcp_size", _ONE_RANK, _more_than_one, "--decode-context-parallel-size"),
+    Refusal("attn_cp_size", _ONE_RANK, _more_than_one, "--attention-context-parallel-size"),
     Refusal("enable_prefill_cp", _ONE_RANK),
     Refusal("enable_kv_cache_sharding", "it takes no other radix cache and no sessions"),
     Refusal("enable_unified_memory", "its pool moves slots that a compressed row points to"),
     Refusal("enable_page_major_kv_layout", "keys of one layer must lie in one buffer"),
     Refusal("prefill_only_disable_kv_cache", "without a KV cache there is nothing to keep"),
-    Refusal("pp_size", "layers on other ranks would free other slots", _more_than_one),
-    Refusal("dp_size", _ONE_SCHEDULER, _more_than_one),
-    Refusal("attn_dp_size", _ONE_SCHEDULER, _more_than_one),
+    Refusal("pp_size", "layers on other ranks would free other slots", _more_than_one, "--pipeline-parallel-size"),
+    Refusal("dp_size", _ONE_SCHEDULER, _more_than_one, "--data-parallel-size"),
+    Refusal("attn_dp_size", _ONE_SCHEDULER, _more_than_one, "--attention-data-parallel-size"),
     Refusal("enable_dp_attention", _ONE_SCHEDULER),
     Refusal("kv_cache_dtype", "scores would read quantised keys", _quantised),
     Refusal("enable_deterministic_inference", "its extend kernel takes the window's length from the row's start"),

@@ -37,7 +37,7 @@ def test_models_before_sglang_is_loaded(tiny: Callable[..., Path], name: str, re
         (("--enable-hierarchical-cache",), "--enable-hierarchical-cache"),
         (("--speculative-algorithm", "NGRAM"), "--speculative-algorithm"),
         (("--kv-cache-dtype=fp8_e4m3",), "--kv-cache-dtype"),
-        (("--dp-size", "2"), "--dp-size"),
+        (("--data-parallel-size", "2"), "--dp-size"),
         (("--kv-canary", "log"), "--kv-canary"),
         (("--lora-paths", "a=b"), "--lora-paths"),
     ],
@@ -53,7 +53,6 @@ def test_flags_before_sglang_is_loaded(tiny: Callable[..., Path], flags: tuple[s
     ("flags", "reason"),
     [
         (("--enable-hier",), "--enable-hierarchical-cache"),  # SGLang takes unambiguous beginnings of flags
-        (("--data-parallel-size", "2"), "--dp-size"),
         (("--attention-backend", "flex_attention"), "--attention-backend"),
     ],
 )

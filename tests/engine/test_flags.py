@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,17 @@ def test_each_flag_is_refused_by_name_with_its_reason(refusal: Refusal) -> None:
     assert refusal.flag in str(caught.value) and refusal.reason in str(caught.value)
 
 
+@pytest.mark.engine
+def test_every_refused_flag_is_known_by_all_its_names() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    names = {name: action.option_strings for action in parser._actions for name in action.option_strings}
+    for refusal in REFUSALS:
+        assert set(names[refusal.flag]) == {refusal.flag, *filter(None, [refusal.also])}
+
+
 def test_needed_flags_are_asked_for() -> None:
     with pytest.raises(RefusedFlagError, match="enable-streaming-session"):
         refuse(arguments(enable_streaming_session=False))
@@ -80,6 +92,8 @@ def test_the_launcher_adds_what_is_needed_and_keeps_what_is_given() -> None:
         (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
         (["--dp-size", "2"], "--dp-size"),
         (["--page-size", "16", "--dp-size=2"], "--dp-size"),
+        (["--data-parallel-size", "2"], "--dp-size"),
+        (["--enable-hicache"], "--enable-hierarchical-cache"),
         (["--speculative-algorithm", "EAGLE"], "--speculative-algorithm"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype"),
         (["--lora-paths", "a=b"], "--lora-paths"),
