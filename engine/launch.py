@@ -27,6 +27,9 @@ CPU_FLAGS: dict[str, str | None] = {
     "--max-running-requests": "32",
     # Of a CPU's memory SGLang would take most for the KV pool.
     "--max-total-tokens": "65536",
+    # SGLang's own guess takes from the machine's memory what a GPU would need for activations: with unlimited prefill
+    # chunks nothing is left of 24 GiB.
+    "--mem-fraction-static": "0.8",
     "--sleep-on-idle": None,
 }
 GPU_FLAGS: dict[str, str | None] = {"--attention-backend": "triton", "--disable-prefill-cuda-graph": None}

@@ -301,7 +301,7 @@ def stock_command(model: Path, *flags: str, overlap: bool = False) -> list[str]:
     """SGLang alone. Overlap scheduling is off, as the product has it on a CPU, unless asked for."""
     common = (
         "--device cpu --attention-backend torch_native --sampling-backend pytorch "
-        "--skip-server-warmup --sleep-on-idle --enable-cache-report --trust-remote-code"
+        "--skip-server-warmup --sleep-on-idle --enable-cache-report --trust-remote-code --mem-fraction-static 0.8"
     )
     return [
         sys.executable,
