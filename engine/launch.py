@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -71,6 +72,23 @@ def server_command(
         if flag not in given:
             command += [flag] if value is None else [flag, value]
     return command + extra
+
+
+def cpu_environment(extra: list[str], cores: int) -> dict[str, str]:
+    """What a server on a CPU wants in its environment: threads of a rank, and the core of each tensor-parallel rank.
+
+    One core stays with the gateway and SGLang's other processes: a thread that has to share its core holds all others
+    up at every barrier, and decoding slows down tenfold. SGLang itself takes no more ranks than there are NUMA nodes
+    unless it is told which cores they have.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", dest="ranks")
+    given = parser.parse_known_args(extra)[0].ranks or "1"
+    ranks = int(given) if given.isdecimal() else 1  # SGLang says what is wrong with it
+    environment = {"OMP_NUM_THREADS": str(max(1, (cores - 1) // max(1, ranks)))}
+    if ranks > 1:
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % cores) for rank in range(ranks))
+    return environment
 
 
 def has_gpu() -> bool:
@@ -157,9 +175,8 @@ def engine(
     except PolicyError as error:
         raise typer.BadParameter(str(error)) from None
     if cpu:
-        # One core stays with the gateway and SGLang's other processes: a thread that has to share its core holds all
-        # others up at every barrier, and decoding slows down tenfold.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
+        for name, value in cpu_environment(context.args, os.cpu_count() or 1).items():
+            os.environ.setdefault(name, value)
     command = server_command(
         keys.to_environment(context.args), model_path, port, host, cpu=cpu, overlap=agentkv_overlap
     )

@@ -42,7 +42,8 @@ def test_flags(
     flags = ("--page-size", str(page), "--chunked-prefill-size", str(chunk), "--tp-size", str(ranks))
     flags += ("--max-total-tokens", "8192")
     steps = random_steps([600, 30, 270], [20, 30, 10] if ranks == 3 else [40, 150, 20], seed=50)
-    server = module_fleet.stock(folder, *flags, overlap=overlap).wait()
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0"} if ranks > 1 else {}
+    server = module_fleet.stock(folder, *flags, overlap=overlap, **cores).wait()
     stock = stock_turns(server, steps, ignore_eos=True)
     module_fleet.stop()
     server = module_fleet.agentkv(folder, *flags, "--agentkv-overlap" if overlap else "--no-agentkv-overlap").wait()

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED, Refusal, RefusedFlagError, refuse
-from agentkv_serve.engine.launch import server_command
+from agentkv_serve.engine.launch import cpu_environment, server_command
 from agentkv_serve.model import default_model
 
 WRONG: dict[str, Any] = {
@@ -114,3 +114,16 @@ def test_the_launcher_leaves_harmless_values_and_mistakes_to_sglang(given: list[
 def test_the_launcher_asks_for_a_model_folder(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="no folder"):
         server_command([], tmp_path / "none", 7, "127.0.0.1", cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "expected"),
+    [
+        ([], 2, {"OMP_NUM_THREADS": "1"}),
+        (["--tp-size", "one"], 8, {"OMP_NUM_THREADS": "7"}),
+        (["--page-size=16", "--tp-size=3"], 2, {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0"}),
+        (["--tensor-parallel-size", "2"], 9, {"OMP_NUM_THREADS": "4", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+    ],
+)
+def test_ranks_on_a_cpu_have_cores(given: list[str], cores: int, expected: dict[str, str]) -> None:
+    assert cpu_environment(given, cores) == expected
