@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from agentkv_serve.evaluation.bfcl import CATEGORIES, build
 from agentkv_serve.phase_tagger import Vocabulary
 
 CACHE = Path(os.environ.get("AGENTKV_CACHE", "build/cache")).absolute() / "tagger"
@@ -107,19 +108,7 @@ def bfcl() -> Path:
     """File with the 800 multi-turn items of BFCL as transcripts, their calls executed on the simulated APIs."""
     file = CACHE / "bfcl.jsonl"
     if not file.is_file():
-        folder = CACHE / "bfcl"
-        specs = ("bfcl-eval==2026.3.23", "mpmath==1.3.0")  # its other dependencies are for running models
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *specs], check=True
-        )
-        script = Path(__file__).with_name("bfcl_transcripts.py")
-        made = subprocess.run(
-            [sys.executable, str(script)],
-            env=os.environ | {"PYTHONPATH": str(folder)},
-            check=True,
-            capture_output=True,
-        )
-        file.write_bytes(made.stdout)
+        build(file, CATEGORIES, CACHE / "bfcl-environment", all_tools=True)
     return file
 
 
