@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +11,9 @@ import typer
 from rich.console import Console
 
 from agentkv_serve.bench.report import machine
-from agentkv_serve.children import ChildDied
-from agentkv_serve.model import ModelError
-from agentkv_serve.stack import StackError
-from agentkv_serve.tasks import runs
-from agentkv_serve.tasks.environment import EnvironmentFailed, environment
+from agentkv_serve.tasks import options, runs
+from agentkv_serve.tasks.environment import environment
 from agentkv_serve.tasks.paper import references
-from agentkv_serve.up import Stopped, stop_signals
 
 PACKAGE = "bfcl-eval==2026.3.23"
 UNDECLARED = "soundfile"
@@ -33,48 +28,36 @@ def bfcl(
         list[str] | None, typer.Option(help="The package's names: multi_turn_base, memory_kv, …")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First tasks of each category; default: all.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policies; default: agentkv.")] = None,
-    budget: Annotated[
-        list[int] | None, typer.Option(help="KV tokens per layer and KV head; default: 512, 1024.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: SmolLM2-135M.")] = None,
-    base_url: Annotated[str | None, typer.Option(help="A running gateway, in place of one of our own.")] = None,
-    key: Annotated[str, typer.Option(envvar="AGENTKV_API_KEY", help="Its API key.")] = "any",
-    max_tokens: Annotated[int | None, typer.Option(help="Cap of one reply; default: 64 for the default model.")] = None,
-    task_seconds: Annotated[float, typer.Option(help="A task that takes longer counts as failed.")] = 90.0,
+    policy: options.Policies = None,
+    budget: options.Budgets = None,
+    model: options.Model = None,
+    base_url: options.BaseUrl = None,
+    key: options.Key = "any",
+    max_tokens: options.MaxTokens = None,
+    task_seconds: options.TaskSeconds = 90.0,
     parallel: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder of the results; a run that is there already goes on.")] = Path(
-        "bfcl"
-    ),
-    venv: Annotated[Path, typer.Option(help="The package's own environment; made where missing.")] = Path(".venv-bfcl"),
-    engine_flag: Annotated[list[str] | None, typer.Option(help="A flag for our engine, as --flag=value.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: options.Out = Path("bfcl"),
+    venv: options.Venv = Path(".venv-bfcl"),
+    engine_flag: options.EngineFlags = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Berkeley Function-Calling Leaderboard: scores at budgets against everything kept."""
     console = Console(stderr=True)
     categories = category or ["multi_turn_base"]
     check_categories(categories)
     rows = runs.settings(policy or ["agentkv"], budget or [512, 1024])
-    if max_tokens is None and model is None and base_url is None:
-        max_tokens = runs.SMALL_MODEL_TOKENS
+    max_tokens = runs.reply_cap(max_tokens, model, base_url)
     vector = any(name in ("memory", "memory_vector", "agentic", "all") for name in categories)
     out = out.resolve()
-    try:
+    with runs.ending():
         without = () if vector else VECTOR
         python = environment(venv.resolve(), [PACKAGE, UNDECLARED], console, python="3.11", without=without)
-        with stop_signals(), runs.target(base_url, key, model, engine_flag or [], console) as target:
+        with runs.target(base_url, key, model, engine_flag or [], console) as target:
             spec = {**asdict(target), "out": str(out), "categories": categories, "limit": limit}
             spec |= {"max_tokens": max_tokens, "task_seconds": task_seconds, "parallel": parallel}
-            for row in rows:
-                console.print(f"{row.name}: log in {out / 'bfcl.log'}")
-                program = Path(__file__).with_name("bfcl_runner.py")
-                search = {SEARCH_KEY: os.environ[SEARCH_KEY]} if SEARCH_KEY in os.environ else {}
-                runs.run_program(python, program, spec | {"settings": [asdict(row)]}, out, "bfcl.log", **search)
-    except Stopped:
-        raise typer.Exit(130) from None
-    except (ModelError, StackError, ChildDied, EnvironmentFailed, runs.RunnerFailed) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+            program = Path(__file__).with_name("bfcl_runner.py")
+            search = {SEARCH_KEY: os.environ[SEARCH_KEY]} if SEARCH_KEY in os.environ else {}
+            runs.run_rows(rows, python, program, spec, out / "bfcl.log", console, **search)
     groups = {group for group in ("multi_turn", "memory", "web_search") for name in categories if group in name}
     result = {
         "benchmark": PACKAGE,
@@ -91,11 +74,7 @@ def bfcl(
         },
         "machine": machine(),
     }
-    (out / "bfcl.json").write_text(json.dumps(result, indent=2))
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        runs.show(result, "BFCL", Console())
+    runs.publish(result, out / "bfcl.json", "BFCL", as_json)
 
 
 def check_categories(categories: list[str]) -> None:

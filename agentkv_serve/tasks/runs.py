@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from agentkv_serve.children import ChildDied
 from agentkv_serve.evaluation.statistics import compare_shares, interval
-from agentkv_serve.model import check_model, default_model
-from agentkv_serve.stack import StackSettings
+from agentkv_serve.model import ModelError, check_model, default_model
+from agentkv_serve.stack import StackError, StackSettings
+from agentkv_serve.tasks.environment import EnvironmentFailed
 from agentkv_serve.tasks.paper import Reference
-from agentkv_serve.up import model_id, started
+from agentkv_serve.up import Stopped, model_id, started, stop_signals
 
 SMALL_MODEL_TOKENS = 64
 """Cap of a reply by the default model, which rarely ends one by itself."""
@@ -72,6 +75,47 @@ def target(
         yield Target(stack.base_url, key, model_id(stack.base_url))
 
 
+def reply_cap(given: int | None, model: Path | None, base_url: str | None) -> int | None:
+    """Cap of a reply in tokens: the given one, else one for the default model alone."""
+    return SMALL_MODEL_TOKENS if given is None and model is None and base_url is None else given
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """Ends a command as its user expects.
+
+    Raises:
+        typer.Exit: 130 for a stop signal; 1, its message printed, for what could not be had or failed.
+    """
+    try:
+        with stop_signals():
+            yield
+    except Stopped:
+        raise typer.Exit(130) from None
+    except (ModelError, StackError, ChildDied, EnvironmentFailed, RunnerFailed) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def run_rows(
+    rows: Sequence[Setting],
+    python: Path,
+    program: Path,
+    spec: dict[str, Any],
+    log: Path,
+    console: Console,
+    **environment: str,
+) -> None:
+    """Runs a benchmark's program once for each setting, with `log`'s folder for its results.
+
+    Raises:
+        RunnerFailed: it ended with an error.
+    """
+    for row in rows:
+        console.print(f"{row.name}: log in {log}")
+        run_program(python, program, spec | {"settings": [asdict(row)]}, log.parent, log.name, **environment)
+
+
 def run_program(python: Path, program: Path, spec: dict[str, Any], out: Path, log: str, **environment: str) -> None:
     """Runs a benchmark's program with its spec; its output goes to `out/log`.
 
@@ -112,6 +156,16 @@ def summary(rows: Sequence[Setting], out: Path, references: Sequence[Reference])
         ],
         "references": [asdict(reference) for reference in references],
     }
+
+
+def publish(result: dict[str, Any], file: Path, title: str, as_json: bool) -> None:
+    """Writes a benchmark's result to `file`, and prints it: as JSON, or as a table."""
+    text = json.dumps(result, indent=2)
+    file.write_text(text)
+    if as_json:
+        print(text)
+    else:
+        show(result, title, Console())
 
 
 def show(result: dict[str, Any], title: str, console: Console) -> None:

@@ -12,13 +12,9 @@ import typer
 from rich.console import Console
 
 from agentkv_serve.bench.report import machine
-from agentkv_serve.children import ChildDied
-from agentkv_serve.model import ModelError
-from agentkv_serve.stack import StackError
-from agentkv_serve.tasks import runs
-from agentkv_serve.tasks.environment import EnvironmentFailed, environment
+from agentkv_serve.tasks import options, runs
+from agentkv_serve.tasks.environment import environment
 from agentkv_serve.tasks.paper import references
-from agentkv_serve.up import Stopped, stop_signals
 
 DOMAINS = ("airline", "retail", "telecom")
 NEEDED = {
@@ -34,13 +30,11 @@ def tau2(
     split: Annotated[str, typer.Option(help="The benchmark's name of a task split.")] = "base",
     task: Annotated[list[str] | None, typer.Option(help="Task ids; default: all of the split.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First tasks of each domain.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policies; default: agentkv.")] = None,
-    budget: Annotated[
-        list[int] | None, typer.Option(help="KV tokens per layer and KV head; default: 512, 1024.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: SmolLM2-135M.")] = None,
-    base_url: Annotated[str | None, typer.Option(help="A running gateway, in place of one of our own.")] = None,
-    key: Annotated[str, typer.Option(envvar="AGENTKV_API_KEY", help="Its API key.")] = "any",
+    policy: options.Policies = None,
+    budget: options.Budgets = None,
+    model: options.Model = None,
+    base_url: options.BaseUrl = None,
+    key: options.Key = "any",
     user_llm: Annotated[str | None, typer.Option(help="The user's model, as litellm names it; default: ours.")] = None,
     user_args: Annotated[str, typer.Option(help="JSON object of litellm arguments for it.")] = "{}",
     judge_llm: Annotated[
@@ -50,16 +44,14 @@ def tau2(
     user_script: Annotated[
         Path | None, typer.Option(help='JSON file {task id or "*": [what the user says, …]}: no model for the user.')
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Cap of one reply; default: 64 for the default model.")] = None,
+    max_tokens: options.MaxTokens = None,
     max_steps: Annotated[int, typer.Option(min=1, help="Messages until a task is given up.")] = 200,
-    task_seconds: Annotated[float, typer.Option(help="A task that takes longer counts as failed.")] = 600.0,
+    task_seconds: options.TaskSeconds = 600.0,
     seed: Annotated[int, typer.Option(help="The benchmark's seed of agent and user.")] = 300,
-    out: Annotated[Path, typer.Option(help="Folder of the results; a run that is there already goes on.")] = Path(
-        "tau2"
-    ),
-    venv: Annotated[Path, typer.Option(help="Its own environment; made where missing.")] = Path(".venv-tau2"),
-    engine_flag: Annotated[list[str] | None, typer.Option(help="A flag for our engine, as --flag=value.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: options.Out = Path("tau2"),
+    venv: options.Venv = Path(".venv-tau2"),
+    engine_flag: options.EngineFlags = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """tau2-bench: rewards at budgets against everything kept."""
     console = Console(stderr=True)
@@ -69,25 +61,17 @@ def tau2(
     user = script_of(user_script) if user_script else model_of(user_llm, user_args, "--user-args")
     judge = model_of(judge_llm, judge_args, "--judge-args")
     rows = runs.settings(policy or ["agentkv"], budget or [512, 1024])
-    if max_tokens is None and model is None and base_url is None:
-        max_tokens = runs.SMALL_MODEL_TOKENS
-    try:
+    max_tokens = runs.reply_cap(max_tokens, model, base_url)
+    with runs.ending():
         python = environment(venv.resolve(), ["-e", str(path)], console, python="3.12")
-        with stop_signals(), runs.target(base_url, key, model, engine_flag or [], console) as target:
+        with runs.target(base_url, key, model, engine_flag or [], console) as target:
             spec = {**asdict(target), "out": str(out), "domains": domains, "split": split, "tasks": task}
             spec |= {"limit": limit, "max_tokens": max_tokens, "task_seconds": task_seconds, "max_steps": max_steps}
             spec |= {"seed": seed, "user": user, "judge": judge}
-            for row in rows:
-                console.print(f"{row.name}: log in {out / 'tau2.log'}")
-                program = Path(__file__).with_name("tau2_runner.py")
-                kept = {name: value for name, value in os.environ.items() if name.endswith("_API_KEY")}
-                data = {"TAU2_DATA_DIR": str(path / "data")}
-                runs.run_program(python, program, spec | {"settings": [asdict(row)]}, out, "tau2.log", **kept, **data)
-    except Stopped:
-        raise typer.Exit(130) from None
-    except (ModelError, StackError, ChildDied, EnvironmentFailed, runs.RunnerFailed) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+            program = Path(__file__).with_name("tau2_runner.py")
+            kept = {name: value for name, value in os.environ.items() if name.endswith("_API_KEY")}
+            kept["TAU2_DATA_DIR"] = str(path / "data")
+            runs.run_rows(rows, python, program, spec, out / "tau2.log", console, **kept)
     result = {
         "benchmark": "tau2-bench",
         **runs.summary(rows, out, references("tau2", set(domains))),
@@ -108,11 +92,7 @@ def tau2(
         },
         "machine": machine(),
     }
-    (out / "tau2.json").write_text(json.dumps(result, indent=2))
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        runs.show(result, "tau2-bench", Console())
+    runs.publish(result, out / "tau2.json", "tau2-bench", as_json)
 
 
 def check_tree(path: Path, domains: list[str]) -> None:

@@ -117,7 +117,7 @@ def run(setting: dict[str, Any], domain: str, task: Any) -> dict[str, Any]:
         outcome |= {"valid": reward > 1 - 1e-6, "reward": reward, "why": ended, "overtime": ended == "timeout"}
     except MODEL_FAILURES as failure:
         outcome["why"] = f"{type(failure).__name__}: {failure}"[:300]
-    except Exception as error:
+    except Exception as error:  # whatever a task ends with, the others go on
         late = time.monotonic() - began >= SPEC["task_seconds"]
         outcome |= {"overtime": late, "error": "" if late else f"{type(error).__name__}: {error}"[:1000]}
     finally:
