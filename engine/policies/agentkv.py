@@ -80,6 +80,3 @@ class Recent(AgentKV):
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         return (Sampler(self.queries_per_phase),)
-
-    def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
-        return (0,) * len(Label)

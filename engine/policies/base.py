@@ -134,7 +134,12 @@ class Policy(ABC):
         return (Sampler(8),) * len(Phase)
 
     def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
-        """Ring of each fine label (in the order of `Label`), or `KEEP_LAST`, or `NO_RING`."""
+        """Ring of each fine label (in the order of `Label`), or `KEEP_LAST`, or `NO_RING`.
+
+        A ring that is alone takes the queries of all labels.
+        """
+        if len(self.samplers) == 1:
+            return (0,) * len(Label)
         table = {
             Label.INPUT: Phase.OTHERS,
             Label.THINK: Phase.THINK,

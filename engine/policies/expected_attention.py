@@ -9,7 +9,6 @@ from torch import Tensor
 
 from agentkv_serve.engine.policies.base import LEAST_RECENT, Policy, Sampler, Scores, Window
 from agentkv_serve.kernels import expected
-from agentkv_serve.phase_tagger import Label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +34,6 @@ class ExpectedAttention(Policy):
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         return (Sampler(self.queries),)
-
-    def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
-        return (0,) * len(Label)
 
     def score(self, window: Window) -> Scores:
         mean, covariance = self._statistics(window)

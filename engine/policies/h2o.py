@@ -10,7 +10,6 @@ from torch import Tensor
 
 from agentkv_serve.engine.policies.attention import received_attention
 from agentkv_serve.engine.policies.base import LEAST_RECENT, Policy, Sampler, Scores, Window
-from agentkv_serve.phase_tagger import Label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +35,6 @@ class H2O(Policy):
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         return (Sampler(self.queries),)
-
-    def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
-        return (0,) * len(Label)
 
     def score(self, window: Window) -> Scores:
         assert window.query_positions is not None

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
 from torch.nn.functional import pad
 
 from agentkv_serve.engine.policies.base import Policy, Sampler, Scores, Window
 from agentkv_serve.kernels import redundancy, score
-from agentkv_serve.phase_tagger import Label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +32,6 @@ class RKV(Policy):
     def samplers(self) -> tuple[Sampler, ...]:
         return (Sampler(self.recent),)
 
-    def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
-        return (0,) * len(Label)
-
     def score(self, window: Window) -> Scores:
         older = window.count - self.recent
         mass = score.attention_mass_layers(
@@ -51,9 +46,5 @@ class RKV(Policy):
         repeats = redundancy.redundancy(
             window.k_buffers, window.slots, threshold=self.threshold, backend=window.backend
         )[..., :older]
-        return Scores(_with_recent(self.mix_lambda * mass - (1 - self.mix_lambda) * repeats, self.recent))
-
-
-def _with_recent(scores: Tensor, recent: int) -> Tensor:
-    """Scores of all entries; those of the recent window, which is kept anyway, are 0."""
-    return pad(scores, (0, recent))
+        mixed = self.mix_lambda * mass - (1 - self.mix_lambda) * repeats
+        return Scores(pad(mixed, (0, self.recent)))  # the recent window is kept whatever its score

@@ -9,7 +9,6 @@ from torch.nn.functional import avg_pool1d, pad
 
 from agentkv_serve.engine.policies.attention import mean_weights, received_attention
 from agentkv_serve.engine.policies.base import Policy, Sampler, Scores, Window
-from agentkv_serve.phase_tagger import Label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +27,6 @@ class SnapKV(Policy):
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         return (Sampler(self.recent),)
-
-    def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
-        return (0,) * len(Label)
 
     def score(self, window: Window) -> Scores:
         attention = received_attention(window, mean_weights(window.valid))[..., : window.count - self.recent]
