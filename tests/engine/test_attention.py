@@ -1,4 +1,4 @@
-"""The attention backends read each row's window and nothing else (the cases are in attention_cases.py).
+"""The attention backends read each row's window and nothing else (the cases are in the folder attention).
 
 SGLang is imported in a process of its own: it warns on import, and its Triton kernels have to be imported with the
 interpreter on where there is no GPU.
@@ -25,7 +25,7 @@ def test_windows_of_every_backend(cases_of: str, least: int) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not torch.cuda.is_available():
         env["TRITON_INTERPRET"] = "1"
-    cases = Path(__file__).with_name("attention_cases.py")
+    cases = sorted(Path(__file__).with_name("attention").glob("*_cases.py"))
     run = subprocess.run(
         [
             sys.executable,
@@ -39,12 +39,12 @@ def test_windows_of_every_backend(cases_of: str, least: int) -> None:
             "ignore",
             "-k",
             cases_of,
-            str(cases),
+            *map(str, cases),
         ],
         capture_output=True,
         text=True,
         env=env,
-        cwd=cases.parents[2],
+        cwd=Path(__file__).parents[2],
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     passed = re.search(r"(\d+) passed", run.stdout)
