@@ -52,7 +52,7 @@ class Metrics:
             registry=registry,
         )
         self.held = Histogram(
-            "agentkv_held_tokens",
+            "agentkv_turn_held_tokens",
             "KV tokens that a session holds after a turn.",
             buckets=(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
             registry=registry,
@@ -96,7 +96,7 @@ class Metrics:
         self.store_down = Gauge(
             "agentkv_store_down", "1 while sessions are not shared since Redis is down.", registry=registry
         )
-        self.sessions = Gauge("agentkv_sessions", "Sessions held.", registry=registry)
+        self.sessions = Gauge("agentkv_store_sessions", "Sessions in the store.", registry=registry)
         self.resident = Gauge(
             "agentkv_session_kv_tokens", "KV tokens that sessions hold.", ["worker"], registry=registry
         )

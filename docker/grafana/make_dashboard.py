@@ -221,7 +221,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             (
                 (f"max(agentkv_store_down{{{GATEWAY}}})", "down"),
-                (f"sum(agentkv_sessions{{{GATEWAY}}}) / count(agentkv_sessions{{{GATEWAY}}})", "sessions"),
+                (f"sum(agentkv_store_sessions{{{GATEWAY}}}) / count(agentkv_store_sessions{{{GATEWAY}}})", "sessions"),
             ),
             "1 while sessions are not shared; and how many sessions the store holds.",
         ),

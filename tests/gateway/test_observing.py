@@ -56,8 +56,8 @@ def test_metrics_may_have_a_port_of_their_own(start: Start) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{port.port}") as http:
         text = http.get("/metrics").text
         assert 'agentkv_turns_total{reason="",state="new"} 1.0' in text
-        assert "agentkv_sessions 1.0" in text and 'agentkv_worker_up{worker="w0"} 1.0' in text
-        assert "agentkv_sessions" in http.get("/metrics?name[]=agentkv_sessions").text
+        assert "agentkv_store_sessions 1.0" in text and 'agentkv_worker_up{worker="w0"} 1.0' in text
+        assert "agentkv_store_sessions" in http.get("/metrics?name[]=agentkv_store_sessions").text
 
 
 def test_counters_never_fall(stack: Stack) -> None:

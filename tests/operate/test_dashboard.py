@@ -93,6 +93,11 @@ def test_every_series_exists_with_the_labels_that_are_asked_for(
     assert by <= exposed | {"le", "instance", "job"}
 
 
+def test_a_name_means_one_thing(known: dict[str, dict[str, set[str]]]) -> None:
+    """Queries that forget the job must not add up the gateway's numbers and the engine's."""
+    assert known["gateway"].keys().isdisjoint(known["engine"])
+
+
 def test_every_alert_says_how_bad_and_what_it_is() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
     for rule in RULES:
