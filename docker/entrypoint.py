@@ -99,6 +99,7 @@ def engine(arguments: list[str]) -> list[str]:
         if subprocess.run(["agentkv", "model"], check=False).returncode:
             raise CannotStart("the default model could not be made; the lines above say why")
     say(f"model {folder}, default budget {os.environ.get('AGENTKV_BUDGET') or '4096'}")
+    # Whatever flags come later: drain.py and Prometheus read the metrics.
     command = ["agentkv", "engine", "--model-path", str(folder), "--host", "0.0.0.0", "--enable-metrics"]
     key = secret("worker_key")
     if key:

@@ -11,16 +11,24 @@ FLAG = "--api-key"
 
 
 def to_environment(arguments: list[str]) -> list[str]:
-    """The arguments without `--api-key VALUE`; its value goes to the environment of this process and its children."""
+    """The arguments without `--api-key VALUE`; its value goes to the environment of this process and its children.
+
+    Raises:
+        ValueError: the flag has no value; the server would be open to everybody.
+    """
     rest: list[str] = []
     incoming = iter(arguments)
     for argument in incoming:
         if argument == FLAG:
-            os.environ[ENVIRONMENT] = next(incoming, "")
+            key = next(incoming, "")
         elif argument.startswith(f"{FLAG}="):
-            os.environ[ENVIRONMENT] = argument.split("=", 1)[1]
+            key = argument.split("=", 1)[1]
         else:
             rest.append(argument)
+            continue
+        if not key:
+            raise ValueError(f"{FLAG} has no value: give the key, or leave the flag out to serve without one")
+        os.environ[ENVIRONMENT] = key
     return rest
 
 

@@ -37,13 +37,21 @@ GPU_FLAGS: dict[str, str | None] = {"--attention-backend": "triton", "--disable-
 
 
 def server_command(
-    extra: list[str], model_path: Path, port: int, host: str, *, cpu: bool, overlap: bool | None = None
+    extra: list[str],
+    model_path: Path,
+    port: int,
+    host: str,
+    *,
+    cpu: bool,
+    overlap: bool | None = None,
+    metrics: bool = True,
 ) -> list[str]:
     """The command line of SGLang's server: with the flags that the cache and the device need, and the parsers of the
     model's family. A flag of ours that the user gives too keeps the user's value.
 
     Args:
         overlap: whether the scheduler works while a forward runs; None = on a GPU.
+        metrics: whether the server answers at /metrics, where the sessions' numbers stand among SGLang's own.
 
     Raises:
         typer.BadParameter: no such model folder, a model whose attention cannot be compressed, or a flag that cannot
@@ -67,8 +75,9 @@ def server_command(
     serial: dict[str, str | None] = (
         {} if (not cpu if overlap is None else overlap) else {"--disable-overlap-schedule": None}
     )
+    shown: dict[str, str | None] = {"--enable-metrics": None} if metrics else {}
     named = {"--served-model-name": model_path.name, **parser_flags(model_path)}
-    for flag, value in {**REQUIRED, **serial, **(CPU_FLAGS if cpu else GPU_FLAGS), **named}.items():
+    for flag, value in {**REQUIRED, **serial, **shown, **(CPU_FLAGS if cpu else GPU_FLAGS), **named}.items():
         if flag not in given:
             command += [flag] if value is None else [flag, value]
     return command + extra
@@ -137,6 +146,9 @@ def engine(
         bool | None,
         typer.Option(help="Overlap scheduling: the scheduler works while a forward runs. [default: on a GPU]"),
     ] = None,
+    agentkv_metrics: Annotated[
+        bool, typer.Option(help="Metrics of sessions and of SGLang at /metrics, which asks for no key.")
+    ] = True,
     agentkv_idle_seconds: Annotated[float, typer.Option(help="Release a session's state after this time.")] = 3600.0,
     agentkv_register: Annotated[
         list[str] | None, typer.Option(help="URL of a gateway to register at; repeat for several.")
@@ -177,8 +189,18 @@ def engine(
     if cpu:
         for name, value in cpu_environment(context.args, os.cpu_count() or 1).items():
             os.environ.setdefault(name, value)
+    try:
+        flags = keys.to_environment(context.args)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     command = server_command(
-        keys.to_environment(context.args), model_path, port, host, cpu=cpu, overlap=agentkv_overlap
+        flags,
+        model_path,
+        port,
+        host,
+        cpu=cpu,
+        overlap=agentkv_overlap,
+        metrics=agentkv_metrics,
     )
     os.environ[ENVIRONMENT] = config.dump()
     typer.echo(f"AgentKV engine on {'CPU' if cpu else 'GPU'}: {' '.join(command[4:])}", err=True)

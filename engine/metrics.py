@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus about its sessions, on SGLang's own `/metrics` (`--enable-metrics`)."""
+"""What a worker tells Prometheus about its sessions, on SGLang's own `/metrics` (on unless `--no-agentkv-metrics`)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from agentkv_serve.engine import launch
+from agentkv_serve.engine.config import ENVIRONMENT
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED, Refusal, RefusedFlagError, refuse
 from agentkv_serve.engine.launch import cpu_environment, server_command
 from agentkv_serve.model import default_model
@@ -84,6 +87,30 @@ def test_the_launcher_adds_what_is_needed_and_keeps_what_is_given() -> None:
     on_gpu = server_command([], default_model(), 7, "127.0.0.1", cpu=False)
     assert "--disable-overlap-schedule" in command and "--disable-overlap-schedule" not in on_gpu
     assert "--device" not in on_gpu and on_gpu[on_gpu.index("--attention-backend") + 1] == "triton"
+
+
+def test_metrics_are_on_unless_turned_off_and_a_given_flag_wins() -> None:
+    def count(given: list[str], metrics: bool) -> int:
+        return server_command(given, default_model(), 7, "127.0.0.1", cpu=True, metrics=metrics).count(
+            "--enable-metrics"
+        )
+
+    assert (count([], True), count([], False)) == (1, 0)
+    assert (count(["--enable-metrics"], True), count(["--enable-metrics"], False)) == (1, 1)
+
+
+def test_the_command_turns_metrics_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch.os, "execv", lambda path, command: started.append(command))
+    monkeypatch.setattr(launch.selfcheck, "require_version", lambda: None)
+    monkeypatch.setattr(launch, "has_gpu", lambda: False)
+    monkeypatch.setenv(ENVIRONMENT, "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for flags in ([], ["--no-agentkv-metrics"]):
+        told = CliRunner().invoke(launch.app, ["--model-path", str(default_model()), *flags])
+        assert told.exit_code == 0, told.output
+    assert ["--enable-metrics" in command for command in started] == [True, False]
+    assert not any(word.startswith("--no-agentkv") for command in started for word in command)
 
 
 @pytest.mark.parametrize(

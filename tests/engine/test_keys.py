@@ -26,6 +26,12 @@ def test_a_key_on_the_command_line_goes_to_the_environment(given: list[str], mon
     assert arguments.api_key == "k-1" and keys.ENVIRONMENT not in os.environ
 
 
+@pytest.mark.parametrize("given", [["--api-key"], ["--api-key="], ["--api-key", ""]])
+def test_a_key_without_a_value_is_no_open_server(given: list[str]) -> None:
+    with pytest.raises(ValueError, match="--api-key has no value"):
+        keys.to_environment(["--page-size", "16", *given])
+
+
 def test_without_a_key_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(keys.ENVIRONMENT, raising=False)
     arguments = SimpleNamespace(api_key=None)

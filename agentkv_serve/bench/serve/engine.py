@@ -46,7 +46,7 @@ class EngineSettings:
             own = ["--enable-streaming-session", "--enable-cache-report", *(() if gpu else CPU_FLAGS)]
             words = [sys.executable, "-P", "-m", "sglang.launch_server", "--host", "127.0.0.1", *own]
         else:
-            words = [*AGENTKV, "engine"]
+            words = [*AGENTKV, "engine", "--no-agentkv-metrics"]  # as the stock one: counting costs a little
         words += ["--model-path", str(self.model), "--port", str(port), "--api-key", key]
         words += [] if self.pool is None else ["--max-total-tokens", str(self.pool)]
         words += [] if self.chunk is None else ["--chunked-prefill-size", str(self.chunk)]
