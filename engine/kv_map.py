@@ -24,6 +24,7 @@ PATH = "/agentkv/kv_map"
 VERSION = 1
 ALL_LAYERS = -1
 _QUESTION = "agentkv:kv_map:"
+_DIGITS = 6  # of a layer's number: the scheduler reads it, and must not be given one that it cannot read
 _SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -37,7 +38,7 @@ async def kv_map(request: Request) -> Response:
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     key, layer = request.query_params.get("session", ""), request.query_params.get("layer", str(ALL_LAYERS))
-    if not key or not layer.removeprefix("-").isdecimal():
+    if not key or not layer.removeprefix("-").isdecimal() or len(layer) > _DIGITS:
         return JSONResponse({"error": "kv_map needs ?session=KEY and takes &layer=NUMBER"}, 400)
     manager = sys.modules[_SERVER]._global_state.tokenizer_manager
     manager.auto_create_handle_loop()

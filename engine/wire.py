@@ -90,6 +90,8 @@ def parse_turn(custom_params: Any, prompt_len: int) -> TurnSpec | None:
         raise WireError("bad_request", f"custom_params.agentkv must be a JSON string ({error})") from None
     if not isinstance(body, dict) or body.get("v") != VERSION:
         raise WireError("bad_request", f"custom_params.agentkv must be an object with v = {VERSION}")
+    if prompt_len < 1:
+        raise WireError("bad_request", "the prompt has no tokens")
     session = body.get("session")
     if not isinstance(session, str) or not session:
         raise WireError("bad_request", "session must be a non-empty string")
@@ -137,6 +139,8 @@ def _labels(runs: Any, prompt_len: int) -> npt.NDArray[np.int8]:
     """[n] labels from flat runs (start, end, label, …) that must cover [0, n) without gap or overlap."""
     rule = f"runs must be flat triples start, end, label that cover [0, {prompt_len}) in order"
     if not isinstance(runs, list) or len(runs) % 3 or not all(type(value) is int for value in runs):
+        raise WireError("bad_request", rule)
+    if any(value >> 62 for value in runs):  # negative ones too: no position, and none that fits an array
         raise WireError("bad_request", rule)
     table = np.asarray(runs, dtype=np.int64).reshape(-1, 3)
     starts, ends, labels = table[:, 0], table[:, 1], table[:, 2]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from starlette.requests import Request
 
 from agentkv_serve.engine import kv_map
 from agentkv_serve.engine.sessions import Compaction, FinishedTurn, KvState, SessionRecord, SessionTable
@@ -100,3 +101,9 @@ def test_a_session_remembers_a_bounded_history_and_forgets_it_when_closed() -> N
     assert record.turns
     sessions.close("s")
     assert not record.turns and not record.compactions
+
+
+@pytest.mark.parametrize("query", [b"", b"layer=1", b"session=s&layer=x", b"session=s&layer=" + b"9" * 5000])
+async def test_a_question_that_cannot_be_read_stays_outside_of_the_scheduler(query: bytes) -> None:
+    reply = await kv_map.kv_map(Request({"type": "http", "query_string": query, "headers": []}))
+    assert reply.status_code == 400 and b"session=KEY" in reply.body

@@ -81,6 +81,8 @@ def test_a_request_without_our_field_is_none_of_ours(custom_params: Any) -> None
         ({"runs": [0.0, 6, 0]}, "runs"),
         ({"runs": [True, 6, 0]}, "runs"),
         ({"runs": {"0": 6}}, "runs"),
+        ({"runs": [0, 1 << 63, 0]}, "runs"),
+        ({"runs": [0, 6, -1]}, "runs"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
@@ -89,6 +91,11 @@ def test_a_wrong_field_is_refused_by_name(changes: dict[str, Any], says: str) ->
     assert caught.value.code == "bad_request"
     assert str(caught.value).startswith("agentkv:bad_request: ")
     assert says in str(caught.value)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(WireError, match="no tokens"):
+        parse_turn(params(runs=[]), 0)
 
 
 @pytest.mark.parametrize("raw", ["{", "[]", "1", 5])
