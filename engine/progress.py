@@ -55,11 +55,14 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         budget = turn.budget(record, runtime.auto.floor)
         if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > budget:
             with OutsideFreeGroup(runtime.tree.token_to_kv_pool_allocator):
+                runtime.settling = record.key
                 try:
                     _compress(runtime, record, slot, slot.kv, turn, int(slot.kv.kv_committed_len), labels)
                 except NoRoomError:
                     reclaim.release(runtime, record.key, "evicted")
                     continue
+                finally:
+                    runtime.settling = None
         if record.kv is not None:
             length = int(slot.kv.kv_committed_len)
             if runtime.config.dump_dir:

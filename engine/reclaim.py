@@ -14,10 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 def idle_sessions(runtime: Runtime) -> list[Any]:
-    """SGLang sessions that hold KV and run no turn, least recently used first."""
+    """SGLang sessions that hold KV and run no turn, least recently used first.
+
+    Not the one that is being compressed: it may need slots itself, and must not be released to get them.
+    """
     controller = runtime.scheduler.session_controller
     slots = runtime.tree.session.slots
-    held = [controller.get(key) for key, slot in slots.items() if slot.kv.holds_kv]
+    held = [controller.get(key) for key, slot in slots.items() if slot.kv.holds_kv and key != runtime.settling]
     idle = [session for session in held if session is not None and not session._inflight]
     return sorted(idle, key=lambda session: session.last_active_time)
 

@@ -45,6 +45,7 @@ class Runtime:
     starts: list[int] = field(default_factory=list)  # window start of each request of the running forward
     force_window: bool = False  # the running forward takes the window path even if nothing is compressed
     forced: Forced | None = None  # tokens that the running forward has to yield
+    settling: str | None = None  # session whose finished turn is being compressed: SGLang calls it idle already
     arriving: Turn | None = None  # the turn whose request SGLang is creating right now
 
     def start_of(self, kv: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from agentkv_serve.engine.policies import AutoBudget, get_policy, policy_names
 from agentkv_serve.engine.policies.statistics import Statistics
 from agentkv_serve.phase_tagger import Label, fold
 
-from .mini_engine import MiniEngine  # first: it makes the oracle importable
+from .mini_engine import MiniEngine, progress, reclaim  # first: it makes the oracle importable
 
 from oracle import Replay, Settings  # isort: skip
 from oracle.rivals import HeavyHitterReplay, RecentReplay, SnapReplay, StreamingReplay  # isort: skip
@@ -108,6 +109,34 @@ def test_given_tokens_are_compressed_where_sampled_ones_are(folder: Path) -> Non
         )
     assert [length for length, _ in given.kept] == [length for length, _ in sampled.kept]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(given.kept, sampled.kept, strict=True))
+
+
+def test_a_session_does_not_give_way_to_its_own_compression(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls a session idle as soon as its turn has ended; its compression then looks for idle ones to release."""
+    engine = MiniEngine(folder, get_policy("agentkv"))
+    runtime = engine.runtime
+    stock = {key: SimpleNamespace(session_id=key, _inflight=False, last_active_time=0.0) for key in (engine.key, "o")}
+    runtime.scheduler.session_controller = stock
+    finish, compress = progress.finish_turns, progress.compress
+    idle: list[list[str]] = []
+
+    def finish_beside_another(*args: Any) -> None:
+        engine.session.slots["o"] = SimpleNamespace(kv=SimpleNamespace(holds_kv=True))
+        finish(*args)
+        idle.append([session.session_id for session in reclaim.idle_sessions(runtime)])
+
+    def look_and_compress(*args: Any) -> bool:
+        if engine.session.slots:
+            idle.append([session.session_id for session in reclaim.idle_sessions(runtime)])
+        return compress(*args)
+
+    monkeypatch.setattr(progress, "finish_turns", finish_beside_another)
+    monkeypatch.setattr(progress, "compress", look_and_compress)
+    step = STEPS[0]
+    ids = [number for _, piece in step.pieces for number in piece]
+    labels = [int(label) for label, piece in step.pieces for _ in piece]
+    engine.play(ids, labels, 20, BUDGET, initial=step.initial)
+    assert idle == [["o"], [engine.key, "o"]]
 
 
 @pytest.mark.parametrize(("epsilon", "expected"), [(1.0, 160), (0.0, 400)])
