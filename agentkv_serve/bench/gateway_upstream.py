@@ -15,6 +15,7 @@ import uvloop
 PACED = 7777
 OUTPUT_IDS = [65, 66, 67]
 CONTENT = "ABC"
+REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 FACTS = {"v": 1, "state": "resumed", "reason": None, "logical": 9, "held": 9, "evicted": 0, "prefill": 3, "phases": {}}
 
 
@@ -64,6 +65,15 @@ def answer(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
+def body_length(request: bytes) -> int:
+    """Bytes of the body behind a request's head. Raises ValueError: it is not told in advance, or not a number."""
+    head = request.lower()
+    if b"transfer-encoding:" in head:
+        raise ValueError("a body in chunks")
+    at = head.find(b"content-length:")
+    return int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+
+
 class Upstream(asyncio.Protocol):
     """One connection."""
 
@@ -88,19 +98,28 @@ class Upstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
+    def connection_lost(self, error: Exception | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         while True:
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
                 return
-            head = self._buffer[:end].lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            request = self._buffer[:end]
+            try:
+                path, length = request.split(b" ", 2)[1], body_length(request)
+            except (IndexError, ValueError):
+                # Where the next request begins cannot be known.
+                self._transport.write(REFUSED)  # type: ignore[attr-defined]
+                self._transport.close()
+                self._buffer = b""
+                return
             if len(self._buffer) < end + 4 + length:
                 return
             body = self._buffer[end + 4 : end + 4 + length]
-            path = self._buffer.split(b" ", 2)[1]
             self._buffer = self._buffer[end + 4 + length :]
             self._serve(path, body)
 
