@@ -24,7 +24,7 @@ from agentkv_serve.gateway.sessions.session import Session
 from agentkv_serve.gateway.sessions.store import SessionStore
 from agentkv_serve.gateway.settings import Settings, WorkerSettings
 from agentkv_serve.gateway.telemetry import Tracing
-from agentkv_serve.gateway.turns.plan import Planner
+from agentkv_serve.gateway.turns.planner import Planner
 from agentkv_serve.gateway.turns.services import Services
 from agentkv_serve.gateway.upstream.client import EngineClient
 from agentkv_serve.joining import FORGET_AFTER
