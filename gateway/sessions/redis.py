@@ -143,7 +143,9 @@ class RedisStore:
 
     async def _claim(self, fresh: Session, token: str, limit: int, least_epoch: int) -> Any:
         known = self._cache.get(fresh.key, ("", {}))[0]
-        fields = [part for item in pack_session(fresh).items() for part in item]
+        # Lives of a session count on from numbers of their own: no process takes one's ledger for another's.
+        first = {"version": str(secrets.randbelow(1 << 48)).encode(), **pack_session(fresh)}
+        fields = [part for item in first.items() for part in item]
         return await self._script(
             scripts.CLAIM,
             self._keys(fresh),
@@ -216,12 +218,15 @@ class RedisStore:
 
     async def resident(self, workers: Sequence[str]) -> Mapping[str, int]:
         self._workers.update(workers)
+        now = self._clock()
         taken, sums = self._resident
-        if self._clock() - taken < 0.5:
-            return sums
-        values = await self._call("MGET", *(_name("ws", w) for w in workers)) if workers else []
-        sums = {w: max(0, int(v or 0)) for w, v in zip(workers, values, strict=True)}
-        self._resident = (self._clock(), sums)
+        if now - taken >= 0.5:
+            taken, sums = now, {}
+        unknown = [worker for worker in workers if worker not in sums]
+        if unknown:
+            values = await self._call("MGET", *(_name("ws", worker) for worker in unknown))
+            sums = sums | {worker: max(0, int(value or 0)) for worker, value in zip(unknown, values, strict=True)}
+            self._resident = (taken, sums)
         return sums
 
     async def keep(self, key: str, value: bytes, ttl: float) -> None:

@@ -17,10 +17,24 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
+# Takes a session out of what a worker holds.
+_LEAVE = """
+local function leave(prefix, worker, key)
+  local held = worker ~= '' and redis.call('HGET', prefix .. 'wk:' .. worker, key)
+  if held then
+    redis.call('HDEL', prefix .. 'wk:' .. worker, key)
+    redis.call('ZREM', prefix .. 'wx:' .. worker, key)
+    redis.call('DECRBY', prefix .. 'ws:' .. worker, held)
+  end
+end
+"""
+
 # KEYS: session, lease, turns, tenant's sessions. ARGV: token, lease ms, ttl ms, now, limit, known version, least epoch,
 # prefix, session key, then field, value, … of a session that is not there yet.
 # Returns {"busy"}, {"full"} or {"ok", epoch, version, fields, links or false when the caller's copy is current}.
-CLAIM = Script("""
+CLAIM = Script(
+    _LEAVE
+    + """
 local holder = redis.call('GET', KEYS[2])
 if holder and holder ~= ARGV[1] then return {'busy'} end
 if redis.call('EXISTS', KEYS[1]) == 0 then
@@ -28,6 +42,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
     local gone = false
     for _, key in ipairs(redis.call('ZRANGE', KEYS[4], 0, 15)) do
       if redis.call('EXISTS', ARGV[8] .. 'l:' .. key) == 0 then
+        leave(ARGV[8], redis.call('HGET', ARGV[8] .. 's:' .. key, 'worker') or '', key)
         redis.call('DEL', ARGV[8] .. 's:' .. key, ARGV[8] .. 't:' .. key)
         redis.call('ZREM', KEYS[4], key)
         gone = true
@@ -38,7 +53,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
   end
   local fields = {}
   for i = 10, #ARGV do fields[#fields + 1] = ARGV[i] end
-  redis.call('HSET', KEYS[1], 'epoch', 0, 'version', 0, unpack(fields))
+  redis.call('HSET', KEYS[1], 'epoch', 0, unpack(fields))
   redis.call('DEL', KEYS[3])
 end
 redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
@@ -53,7 +68,8 @@ local version = redis.call('HGET', KEYS[1], 'version')
 local links = false
 if version ~= ARGV[6] then links = redis.call('HKEYS', KEYS[3]) end
 return {'ok', epoch, version, redis.call('HGETALL', KEYS[1]), links}
-""")
+"""
+)
 
 # KEYS: session, lease. ARGV: token, epoch of the turn. Returns the new epoch, or -1 when the lease is lost.
 BUMP = Script("""
@@ -65,7 +81,9 @@ return tonumber(ARGV[2]) + 1
 # KEYS: session, lease, turns, then index sets. ARGV: token, epoch of the turn, ttl ms, now, prefix, session key,
 # number of new turns, link, turn, …, number of dropped links, links…, then fields and values of the session.
 # A commit is conditional on the epoch: whoever was overtaken writes nothing. Returns 1, or 0 when overtaken.
-COMMIT = Script("""
+COMMIT = Script(
+    _LEAVE
+    + """
 if redis.call('HGET', KEYS[1], 'epoch') ~= tostring(tonumber(ARGV[2]) + 1) then return 0 end
 local ttl, key, prefix = ARGV[3], ARGV[6], ARGV[5]
 local old_worker = redis.call('HGET', KEYS[1], 'worker') or ''
@@ -94,14 +112,7 @@ for i = 4, #KEYS do
   redis.call('SADD', KEYS[i], key)
   redis.call('PEXPIRE', KEYS[i], ttl)
 end
-if old_worker ~= '' and old_worker ~= worker then
-  local held = redis.call('HGET', prefix .. 'wk:' .. old_worker, key)
-  if held then
-    redis.call('HDEL', prefix .. 'wk:' .. old_worker, key)
-    redis.call('ZREM', prefix .. 'wx:' .. old_worker, key)
-    redis.call('DECRBY', prefix .. 'ws:' .. old_worker, held)
-  end
-end
+if old_worker ~= worker then leave(prefix, old_worker, key) end
 if worker ~= '' then
   local held = redis.call('HGET', prefix .. 'wk:' .. worker, key) or 0
   redis.call('HSET', prefix .. 'wk:' .. worker, key, tokens)
@@ -113,7 +124,8 @@ redis.call('PEXPIRE', KEYS[1], ttl)
 redis.call('PEXPIRE', KEYS[3], ttl)
 if redis.call('GET', KEYS[2]) == ARGV[1] then redis.call('DEL', KEYS[2]) end
 return 1
-""")
+"""
+)
 
 # KEYS: session, lease, turns, tenant's sessions. ARGV: token, epoch of the turn, 1 when it was dispatched, session key.
 RELEASE = Script("""
@@ -141,19 +153,14 @@ return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """)
 
 # KEYS: session, lease, turns, tenant's sessions. ARGV: prefix, session key.
-DELETE = Script("""
-local worker = redis.call('HGET', KEYS[1], 'worker') or ''
-if worker ~= '' then
-  local held = redis.call('HGET', ARGV[1] .. 'wk:' .. worker, ARGV[2])
-  if held then
-    redis.call('HDEL', ARGV[1] .. 'wk:' .. worker, ARGV[2])
-    redis.call('ZREM', ARGV[1] .. 'wx:' .. worker, ARGV[2])
-    redis.call('DECRBY', ARGV[1] .. 'ws:' .. worker, held)
-  end
-end
+DELETE = Script(
+    _LEAVE
+    + """
+leave(ARGV[1], redis.call('HGET', KEYS[1], 'worker') or '', ARGV[2])
 redis.call('ZREM', KEYS[4], ARGV[2])
 return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
-""")
+"""
+)
 
 # KEYS: wk, wx, ws of one worker. ARGV: now. Takes sessions that expired out of the worker's sum.
 EXPIRE_WORKER = Script("""

@@ -49,6 +49,16 @@ async def test_another_process_goes_on_with_the_session(shared: Open) -> None:
     assert await two.find(fresh().scope, [b"b".ljust(16)]) == (b"b".ljust(16), ["k1"])
 
 
+async def test_a_new_life_of_a_session_is_not_taken_for_the_old_one(shared: Open) -> None:
+    """As many commits as before do not make the ledger that another process remembers the current one."""
+    one, two = await shared(), await shared()
+    await commit(one, await one.claim(fresh(), 0, 10), b"old")
+    await two.delete("k1")
+    await commit(two, await two.claim(fresh(), 0, 10), b"new")
+    lease = await one.claim(fresh(), 0, 10)
+    assert list(lease.session.ledger.turns) == [b"new".ljust(16)] and lease.session.ledger.head == b"new".ljust(16)
+
+
 async def test_an_overtaken_turn_writes_nothing(shared: Open) -> None:
     """A process that stood still beyond its lease comes back: the other one's turn stays."""
     one, two = await shared(lease=0.2), await shared(lease=0.2)

@@ -175,6 +175,25 @@ async def test_residence_follows_the_sessions(open_one: Open) -> None:
     assert sorted(s.key for s in await store.on_worker("w1")) == ["k1", "k2"]
 
 
+async def test_residence_is_told_of_every_worker_that_is_asked_for(open_one: Open) -> None:
+    store = await open_one()
+    await commit(store, await store.claim(fresh("k1"), 0, 10), b"a", tokens=100)
+    await commit(store, await store.claim(fresh("k2"), 0, 10), b"b", tokens=30, worker="w1")
+    expected = {"w0": 100, "w1": 30}
+    for workers in (["w0"], ["w1"], ["w0", "w1"]):
+        found = await store.resident(workers)
+        assert [found.get(worker) for worker in workers] == [expected[worker] for worker in workers]
+
+
+async def test_a_session_that_makes_room_is_held_nowhere(open_one: Open) -> None:
+    store = await open_one()
+    await commit(store, await store.claim(fresh("k1"), 0, 1), b"a", tokens=100)
+    await commit(store, await store.claim(fresh("k2"), 0, 1), b"b", tokens=30)
+    assert (await store.peek("k1"))[0] is None
+    assert (await store.resident(["w0"]))["w0"] == 30 and await store.count() == 1
+    assert [session.key for session in await store.on_worker("w0")] == ["k2"]
+
+
 async def test_a_tenant_has_a_bounded_number_of_sessions(open_one: Open) -> None:
     store = await open_one()
     for key in ("k1", "k2"):
