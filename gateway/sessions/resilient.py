@@ -47,6 +47,8 @@ class ResilientStore:
         self._memory = b""
         self._changed: set[str] = set()  # sessions that are newer here
         self._running: dict[str, Lease] = {}  # leases of the shared store
+        self._deleted: set[str] = set()  # sessions that the shared store has yet to forget
+        self._discarded: set[str] = set()  # kept values likewise
 
     @property
     def degraded(self) -> bool:
@@ -132,6 +134,8 @@ class ResilientStore:
         mine = await self._local.delete(key)
         self._changed.discard(key)
         shared = await self._either(lambda: self._shared.delete(key), lambda: _nothing(None))
+        if self._down:
+            self._deleted.add(key)
         return shared or mine
 
     async def find(self, scope: str, marks: Sequence[Mark]) -> tuple[Mark, list[str]] | None:
@@ -168,6 +172,8 @@ class ResilientStore:
     async def discard(self, key: str) -> None:
         await self._local.discard(key)
         await self._either(lambda: self._shared.discard(key), lambda: _nothing(None))
+        if self._down:
+            self._discarded.add(key)
 
     async def workers(self) -> dict[str, bytes] | None:
         return await self._either(self._shared.workers, lambda: _nothing(None))
@@ -237,11 +243,21 @@ class ResilientStore:
             log.warning("the session store came back without its memory: writing sessions anew")
             self._changed.update(self._local.keys())
         self._memory = memory
+        await self._forget()
         await self._write_back()
         if self._down:
             log.warning("the session store is back")
             self._down = False
             self._on_change(False)
+
+    async def _forget(self) -> None:
+        """Do what clients asked for while the shared store was down: nothing that they ended comes back with it."""
+        for key in list(self._deleted):
+            await self._shared.delete(key)
+            self._deleted.discard(key)
+        for key in list(self._discarded):
+            await self._shared.discard(key)
+            self._discarded.discard(key)
 
     async def _write_back(self) -> None:
         """Write what is newer here; a session whose turn runs right now is written when that ends."""
@@ -253,11 +269,18 @@ class ResilientStore:
                 try:
                     lease = await self._shared.claim(session, 0, 1 << 30, least_epoch=session.epoch)
                     _catch_up(lease, session)
-                    await self._shared.commit(lease)
+                    await self._commit_or_abandon(lease)
                 except (SessionBusy, LeaseLost, TooManySessions):
                     continue
                 session.epoch = max(session.epoch, lease.epoch + 1)
                 self._changed.discard(key)
+
+    async def _commit_or_abandon(self, lease: Lease) -> None:
+        try:
+            await self._shared.commit(lease)
+        except StoreDown:
+            self._shared.abandon(lease)  # else it would be renewed for ever, by nobody's turn
+            raise
 
 
 def _catch_up(lease: Lease, mine: Session | None) -> None:

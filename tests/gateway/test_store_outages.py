@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from agentkv_serve.gateway.sessions.opening import open_store
-from agentkv_serve.gateway.sessions.store import SessionBusy, SessionStore
+from agentkv_serve.gateway.sessions.store import Lease, SessionBusy, SessionStore, StoreDown
 from tests.gateway.stores import commit, fresh, store_settings
 from tests.gateway.valkey import ValkeyProcess
 
@@ -100,4 +100,56 @@ async def test_a_server_that_is_absent_at_first_is_used_when_it_comes(mortal: Va
     other = open_store(settings, lambda down: None)
     assert (await other.peek("k1"))[0] is not None
     await other.close()
+    await store.close()
+
+
+async def test_what_was_deleted_meanwhile_does_not_come_back(mortal: ValkeyProcess) -> None:
+    settings = store_settings(mortal.url, timeout=0.1)
+    store = open_store(settings, lambda down: None)
+    await store.open()
+    for key in ("k1", "k2"):
+        await commit(store, await store.claim(fresh(key), 0, 10), b"a")
+    await store.keep("v1", b"one", 60)
+    mortal.freeze()
+    await store.delete("k1")
+    await store.delete("k2")
+    await store.discard("v1")
+    assert store.degraded
+    await commit(store, await store.claim(fresh("k2"), 0, 10), b"b")  # the id is used again
+    mortal.thaw()
+    await recovered(store)
+    other = open_store(settings, lambda down: None)
+    assert await other.peek("k1") == (None, False)
+    again, _ = await other.peek("k2")
+    assert again is not None and [turn.link.strip() for turn in again.ledger.turns.values()] == [b"b"]
+    assert await other.recall("v1") is None
+    await other.close()
+    await store.close()
+
+
+async def test_a_session_is_free_when_writing_it_back_failed_once(
+    mortal: ValkeyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = store_settings(mortal.url, timeout=0.1)
+    store = open_store(settings, lambda down: None)
+    await store.open()
+    mortal.freeze()
+    await commit(store, await store.claim(fresh(), 0, 10), b"a")
+    assert store.degraded
+    commit_there = store._shared.commit  # type: ignore[attr-defined]
+    failed: list[Lease] = []
+
+    async def fails_once(lease: Lease) -> None:
+        if not failed:
+            failed.append(lease)
+            raise StoreDown("gone again")
+        await commit_there(lease)
+
+    monkeypatch.setattr(store._shared, "commit", fails_once)  # type: ignore[attr-defined]
+    mortal.thaw()
+    await recovered(store)
+    assert failed and not store._changed  # type: ignore[attr-defined]
+    lease = await store.claim(fresh(), 0, 10)
+    assert not lease.local
+    await commit(store, lease, b"b")
     await store.close()
