@@ -9,6 +9,16 @@ from agentkv_serve.gateway.routing.registry import Registry
 from agentkv_serve.gateway.routing.worker import Worker
 
 
+def place_pinned(
+    registry: Registry, model: str, *, pinned: str, tried: Collection[str] = (), saturated: int | None = None
+) -> Worker | None:
+    """The pinned worker, if it can serve and has room: as `place` chooses, without a look at the others."""
+    worker = registry.get(pinned)
+    if worker is None or not _able(worker, model, tried) or (saturated is not None and worker.inflight >= saturated):
+        return None
+    return worker
+
+
 def place(
     registry: Registry,
     model: str,
@@ -25,7 +35,7 @@ def place(
     never leaves no candidate. A draining worker keeps the sessions that it has. `saturated`: running turns from which
     a pinned worker is left for one that has room. Raises 503 when no worker can serve.
     """
-    able = [w for w in registry if w.healthy and w.breaker.allows() and model in w.models and w.id not in tried]
+    able = [w for w in registry if _able(w, model, tried)]
     free = [w for w in able if not w.draining]
     roomy = [w for w in free if saturated is None or w.inflight < saturated]
     for worker in able:
@@ -40,3 +50,7 @@ def place(
             headers={"retry-after": "2"},
         )
     return min(roomy or free, key=lambda w: (resident.get(w.id, 0) + w.reserved, w.inflight, w.id))
+
+
+def _able(worker: Worker, model: str, tried: Collection[str]) -> bool:
+    return worker.healthy and worker.breaker.allows() and model in worker.models and worker.id not in tried

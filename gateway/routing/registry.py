@@ -20,6 +20,7 @@ class Registry:
     def __init__(self, workers: Iterable[Worker], client: EngineClient) -> None:
         self._client = client
         self._workers: dict[str, Worker] = {}
+        self._models: dict[str, int] | None = None  # as last counted; None: something has changed since
         for worker in workers:
             self.add(worker)
 
@@ -35,19 +36,22 @@ class Registry:
         if worker.id in self._workers:
             raise ValueError(f"two workers have the id {worker.id!r}: give each its own")
         self._workers[worker.id] = worker
+        self._models = None
 
     def remove(self, worker_id: str) -> Worker | None:
         """Forget a worker; its sessions are rebuilt elsewhere."""
+        self._models = None
         return self._workers.pop(worker_id, None)
 
-    def models(self) -> dict[str, int]:
+    def models(self) -> Mapping[str, int]:
         """Served models with the context length (the smallest among their workers; 0 when unknown)."""
-        lengths: dict[str, int] = {}
-        for worker in self:
-            for model in worker.models:
-                known = lengths.get(model)
-                lengths[model] = worker.context_length if known is None else min(known, worker.context_length)
-        return lengths
+        if self._models is None:
+            self._models = {}
+            for worker in self:
+                for model in worker.models:
+                    known = self._models.get(model)
+                    self._models[model] = worker.context_length if known is None else min(known, worker.context_length)
+        return self._models
 
     def adopt(self, shared: Mapping[str, Worker]) -> None:
         """Bring the workers that admin APIs added up to date with what all gateway processes share."""
@@ -74,18 +78,22 @@ class Registry:
         try:
             info = await self._client.server_info(worker)
             models = await self._client.models(worker)
-        except (UpstreamError, KeyError, ValueError) as error:
-            log.warning("worker %s is healthy but does not describe itself: %s", worker.id, error)
+            instance = str(info.get("startup_time") or info.get("instance_id") or "unknown")
+            names = tuple(str(model["id"]) for model in models)
+            context_length = min((int(model.get("max_model_len") or 0) for model in models), default=0)
+        except (UpstreamError, LookupError, TypeError, ValueError, AttributeError) as error:
+            # Whatever answers at that address, it may not end the check of the others.
+            log.warning("worker %s is healthy but does not describe itself as SGLang does: %r", worker.id, error)
             self._unwell(worker)
             return
-        instance = str(info.get("startup_time") or info.get("instance_id") or "unknown")
         if worker.instance and worker.instance != instance:
             log.warning("worker %s was restarted: its sessions will be rebuilt", worker.id)
         if not worker.healthy:
             log.info("worker %s is up", worker.id)
         worker.instance = instance
-        worker.models = tuple(str(model["id"]) for model in models)
-        worker.context_length = min((int(model.get("max_model_len") or 0) for model in models), default=0)
+        if (worker.models, worker.context_length) != (names, context_length):
+            worker.models, worker.context_length = names, context_length
+            self._models = None
         worker.healthy, worker.failures = True, 0
 
     def _unwell(self, worker: Worker) -> None:

@@ -8,7 +8,7 @@ import secrets
 import numpy as np
 
 from agentkv_serve.gateway.errors import ApiError
-from agentkv_serve.gateway.routing.placement import place
+from agentkv_serve.gateway.routing.placement import place, place_pinned
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.sessions.ledger import concatenate
 from agentkv_serve.gateway.sessions.session import new_incarnation
@@ -50,16 +50,16 @@ class Dispatch:
         """Choose a worker, unless there is one. Raises 503."""
         if self.worker is not None:
             return
-        resident = await self._s.store.resident([worker.id for worker in self._s.registry])
+        registry, model = self._s.registry, self._plan.request.model
         hard = (self._plan.controls.affinity or self._s.settings.routing.affinity) == "hard"
-        worker = place(
-            self._s.registry,
-            self._plan.request.model,
-            pinned=self.pinned,
-            resident=resident,
-            tried=tried,
-            saturated=None if hard else self._s.settings.routing.saturated,
-        )
+        saturated = None if hard else self._s.settings.routing.saturated
+        # Most turns stay where their session is: they need not ask what all workers hold.
+        worker = place_pinned(registry, model, pinned=self.pinned, tried=tried, saturated=saturated)
+        if worker is None:
+            resident = await self._s.store.resident([each.id for each in registry])
+            worker = place(
+                registry, model, pinned=self.pinned, resident=resident, tried=tried, saturated=saturated
+            )
         worker.breaker.chosen()
         # From the choice to here nothing awaits: a burst of new sessions sees each other's reservations.
         self._reserved = self._estimate(worker)

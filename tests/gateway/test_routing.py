@@ -8,7 +8,8 @@ import pytest
 
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.routing.breaker import Breaker
-from agentkv_serve.gateway.routing.placement import place
+from agentkv_serve.gateway.routing.placement import place, place_pinned
+from agentkv_serve.gateway.routing.registry import Registry
 from agentkv_serve.gateway.routing.worker import Worker
 from agentkv_serve.gateway.settings import RoutingSettings, WorkerSettings
 from tests.gateway.conftest import Start, user
@@ -95,6 +96,33 @@ def broken(name: str) -> Worker:
 def test_placement(workers: list[Worker], options: dict[str, Any], expected: str) -> None:
     given = {"pinned": "", "resident": {}, **options}
     assert place(workers, "m", **given).id == expected  # type: ignore[arg-type]
+    # What the pin alone decides is what looking at all workers decides.
+    registry = Registry(workers, client=None)  # type: ignore[arg-type]
+    del given["resident"]
+    pinned = place_pinned(registry, "m", **given)
+    assert pinned is None or pinned.id == expected == given["pinned"]
+
+
+def test_a_pinned_worker_with_room_is_found_without_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = start(engines=2)
+    messages = [user("Hi")]
+    home = stack.say(messages)["headers"]["x-agentkv-worker"]
+    messages.append(user("More"))
+
+    def place(*_: Any, **__: Any) -> Worker:
+        raise AssertionError("all workers were looked at")
+
+    monkeypatch.setattr("agentkv_serve.gateway.turns.dispatch.place", place)
+    assert stack.say(messages)["headers"]["x-agentkv-worker"] == home
+
+
+def test_models_are_counted_anew_when_workers_change() -> None:
+    registry = Registry([worker("a", context_length=100)], client=None)  # type: ignore[arg-type]
+    assert registry.models() == {"m": 100}
+    registry.add(worker("b", context_length=50, models=("m", "n")))
+    assert registry.models() == {"m": 50, "n": 50}
+    registry.remove("b")
+    assert registry.models() == {"m": 100}
 
 
 @pytest.mark.parametrize("workers", [[], [worker("a", healthy=False)], [broken("a")], [worker("a", draining=True)]])

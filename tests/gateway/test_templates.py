@@ -11,6 +11,7 @@ from agentkv_serve.phase_tagger import Label
 from tests.gateway.conftest import WEATHER, Stack, Start, tool_result, user
 from tests.gateway.engine import Answer, Body, FakeEngine
 from tests.gateway.model_folder import TEMPLATE, write_model_folder
+from tests.gateway.test_leaving import wait_for
 
 OPENING = "{%- if add_generation_prompt %}<|im_start|>assistant\n"
 assert OPENING in TEMPLATE
@@ -39,10 +40,10 @@ def labels(stack: Stack) -> list[tuple[str, Label]]:
 
 @pytest.mark.parametrize("words", [3, 2000])
 def test_an_empty_think_block_in_the_prompt_costs_nothing_later(start: Start, model: Model, words: int) -> None:
-    stack = start(model_path=model(EMPTY_BLOCK))
+    stack = start(model_path=model(EMPTY_BLOCK), routing={"health_interval": 0.05})
     stack.engine.context_length = 1 << 20
     stack.engine.script = lambda body: Answer("word " * words)
-    stack.runtime.registry.get("w0").context_length = 1 << 20  # type: ignore[union-attr]
+    wait_for(lambda: stack.runtime.registry.models() == {"tiny": 1 << 20})
     off: Body = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "none"}
     messages = [user("Tell")]
     for turn in range(3):
