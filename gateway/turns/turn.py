@@ -187,7 +187,8 @@ class Turn:
             reply = orjson.loads(await self._way.reply.read())
             self.facts.read(reply.pop("sglext", None) or {})
             assembly = Assembly.of_choice(reply["choices"][0])
-        except (UpstreamError, orjson.JSONDecodeError) as error:
+        except (UpstreamError, LookupError, TypeError, ValueError, AttributeError) as error:
+            # Cut off, or no reply of our engines at all: the worker's fault either way.
             if self.aborted:
                 raise self.failure or ClientGone from error
             raise self._lost("broken_reply") from error
@@ -229,7 +230,11 @@ class Turn:
     async def _settle_session(self, assembly: Assembly | None) -> None:
         plan, worker, lease, metrics = self.plan, self._way.worker, self.plan.lease, self._s.metrics
         assert lease is not None
-        entry = ledger_entry(self._s.renderer, plan, self.facts, assembly) if assembly else None
+        try:
+            entry = ledger_entry(self._s.renderer, plan, self.facts, assembly) if assembly else None
+        except Exception:  # whatever it was, a lease that nobody frees would lock the session for good
+            await self._s.store.release(lease, dispatched=True)
+            raise
         if entry is None or worker is None:
             if self._way.sent:
                 why = "aborted" if self.aborted else "failed" if assembly is None else assembly.finish or "unknown"

@@ -8,6 +8,8 @@ from typing import Any
 
 import orjson
 
+from agentkv_serve.gateway.upstream.client import UpstreamError
+
 _BACKEND = "agentkv:"
 
 
@@ -27,7 +29,13 @@ class Facts:
     budget: int = 0  # in force at the turn's end; 0: nothing bounds the session, or the worker does not say
 
     def read(self, sglext: Mapping[str, Any]) -> None:
-        """Take in an `sglext` object of a frame or a reply."""
+        """Take in an `sglext` object of a frame or a reply. Raises UpstreamError when it is none of our engines'."""
+        try:
+            self._read(sglext)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UpstreamError(f"its report of the turn cannot be read: {error!r}", sent=True) from error
+
+    def _read(self, sglext: Mapping[str, Any]) -> None:
         ids = sglext.get("output_ids")
         if ids:
             self.output_ids = list(ids[0])

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
 
 from tests.gateway.conftest import Stack, Start, user
 from tests.gateway.engine import Answer
+from tests.gateway.serving import Serving
 
 
 def test_sessions_stay_where_they_are_and_spread_by_what_they_hold(start: Start) -> None:
@@ -83,6 +88,50 @@ def test_an_error_frame_of_the_engine_is_told_in_our_shape(stack: Stack) -> None
     frames = [f for f in reply.text.split("\n\n") if f]
     error = json.loads(frames[-1][6:])["error"]
     assert error["code"] == "worker_error" and "CUDA" not in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_cannot_be_read_is_the_workers_fault(stack: Stack, stream: bool) -> None:
+    messages = [user("Hi")]
+    headers = {"X-AgentKV-Session": "s"}
+    whole, details = stack.engine._reply, stack.engine._details
+    stack.engine._reply = lambda *_: {"choices": []}  # type: ignore[method-assign]
+    stack.engine._details = lambda *_: {"storage_backend": "agentkv:{"}  # type: ignore[method-assign]
+    reply = stack.post(messages, headers=headers, stream=stream)
+    if stream:
+        error = json.loads([frame for frame in reply.text.split("\n\n") if frame][-1][6:])["error"]
+    else:
+        assert reply.status_code == 502
+        error = reply.json()["error"]
+    assert error["code"] == "worker_lost"
+    stack.engine._reply, stack.engine._details = whole, details  # type: ignore[method-assign]
+    assert stack.say(messages, headers=headers)["agentkv"]["state"] in ("new", "rebuilt", "resumed")
+
+
+def test_a_turn_that_cannot_be_recorded_frees_its_session(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = start(sessions={"busy_wait": 0})
+    headers = {"X-AgentKV-Session": "s"}
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no entry")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("agentkv_serve.gateway.turns.turn.ledger_entry", fails)
+        assert stack.post([user("Hi")], headers=headers).status_code == 500
+    stack.say([user("Hi")], headers=headers)
+
+
+def test_whatever_answers_as_a_worker_does_not_disturb_the_others(start: Start) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await JSONResponse(["no", "worker"])(scope, receive, send)
+
+    with Serving(answer) as stranger:
+        stack = start(admin_key="operator", workers=[{"url": stranger.url, "id": "stranger"}])
+        assert stack.http.get("/readyz").status_code == 503
+        body = {"url": stranger.url, "id": "again"}
+        reply = stack.http.post("/admin/workers", json=body, headers={"authorization": "Bearer operator"})
+        assert reply.status_code == 201 and reply.json()["healthy"] is False
 
 
 def test_without_a_worker_the_gateway_says_so(start: Start) -> None:
