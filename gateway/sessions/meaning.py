@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from agentkv_serve.gateway.encoding import canonical, digest
+from agentkv_serve.gateway.encoding import NestedTooDeeply, canonical, digest
 
 Message = Mapping[str, Any]
 
@@ -98,5 +98,5 @@ def _arguments(value: Any) -> bytes:
         return canonical(value if value is not None else {})
     try:
         return canonical(orjson.loads(value)) if value.strip() else canonical({})
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, NestedTooDeeply):
         return value.encode("utf-8", "surrogatepass")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
 
+from agentkv_serve.gateway.turns.plan import unique_calls
 from tests.gateway.conftest import Stack, Start, user
+from tests.gateway.engine import Answer
 
 M = [user("Hi")]
 
@@ -208,3 +212,35 @@ def test_refusals_of_the_engine(shared: Stack, refuse: tuple[int, str], status: 
     assert "secret" not in reply.text
     shared.engine.script = lambda body: Answer("fine")
     assert shared.say(messages, headers={"X-AgentKV-Session": "s"})["agentkv"]["state"] == "resumed"
+
+
+def test_a_long_call_id_holds_nobody_up() -> None:
+    """Ids are the client's to choose: reading one takes no more time the longer it is."""
+    unique = "call_" + "0123456789abcdef" * 2
+    calls = [{"id": "a" * 100_000 + "!"}, {"id": "functions.f:0"}, {"id": unique}]
+    began = time.perf_counter()
+    assert unique_calls({"role": "assistant", "tool_calls": calls}) == [unique]
+    assert time.perf_counter() - began < 0.5
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"items": value}
+    return value
+
+
+def test_what_is_nested_too_deeply_is_refused(stack: Stack) -> None:
+    """Deeper than JSON can be written, though not too deep to be read."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": nested(400)}}]
+    for fields in ({}, {"n": 2}, {"stream": True}):
+        expect(stack.post(M, tools=tools, **fields), 400, "invalid_request")
+    assert stack.engine.requests == []
+
+
+def test_a_reply_with_deep_arguments_leaves_its_session_usable(stack: Stack) -> None:
+    messages, headers = [user("Hi")], {"X-AgentKV-Session": "s"}
+    stack.engine.script = lambda body: Answer(calls=[("f", json.dumps(nested(400)))])
+    stack.say(messages, headers=headers)
+    stack.engine.script = lambda body: Answer("fine")
+    assert stack.say([user("Hi")], headers=headers)["choices"][0]["message"]["content"] == "fine"
