@@ -9,6 +9,7 @@ import argparse
 import ctypes
 import hashlib
 import hmac
+import http.client
 import json
 import os
 import signal
@@ -85,7 +86,7 @@ class Announcer:
         try:
             with urllib.request.urlopen(self._health, timeout=30) as reply:
                 return bool(reply.status == 200)
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def _tell(self, *, leaving: bool) -> None:
@@ -98,7 +99,7 @@ class Announcer:
                     said = "left" if leaving else "registered"
             except urllib.error.HTTPError as error:
                 said = f"refused ({error.code}): {error.read(500).decode(errors='replace')}"
-            except (urllib.error.URLError, OSError) as error:
+            except (OSError, http.client.HTTPException) as error:  # the latter for what is no HTTP
                 said = f"not reached: {error}"
             if self._known.get(gateway) != said:  # a line at each change, not at each message
                 print(f"AgentKV: {self._url} at {gateway}: {said}", file=sys.stderr, flush=True)

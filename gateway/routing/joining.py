@@ -53,7 +53,10 @@ async def join(runtime: Runtime, said: Announcement) -> Worker | None:
     if worker is None:
         worker = runtime.worker_of(settings)
         worker.shared = True
-        runtime.registry.add(worker)
+        try:
+            runtime.registry.add(worker)
+        except ValueError as error:
+            raise ApiError(409, "worker_exists", str(error)) from None
     worker.announced = said.time
     await runtime.share_worker(worker, settings)
     if not worker.healthy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,6 +153,32 @@ def test_a_configured_worker_stays_as_it_is(start: Start) -> None:
         assert post(stack, message(url, leaving=leaving)).status_code == 200
         assert [worker["id"] for worker in workers(stack).values()] == ["w0"]
         assert len(list(stack.runtime.registry)) == 1
+
+
+def test_two_workers_of_one_name_are_told_apart_by_their_owner(start: Start, engine: tuple[FakeEngine, str]) -> None:
+    _, url = engine
+    taken = {"url": "http://127.0.0.1:1", "id": url.removeprefix("http://").replace(":", "-")}
+    stack = start(engines=0, workers=[taken], join_token=TOKEN, admin_key="operator")
+    reply = post(stack, message(url))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "worker_exists")
+
+
+def test_a_gateway_that_speaks_no_http_does_not_end_the_announcer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        gateway = f"http://127.0.0.1:{server.getsockname()[1]}"
+        announcer = Announcer([gateway], TOKEN, "http://w:1", f"{gateway}/health")
+        announcer._tell(leaving=False)
+        thread.join(20)
+    assert "not reached" in announcer._known[gateway]
 
 
 def test_who_is_down_and_silent_is_forgotten(
