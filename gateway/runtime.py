@@ -82,6 +82,16 @@ class Runtime:
         """A worker of this gateway."""
         return Worker.of(worker, self.settings.worker_key, self.settings.routing)
 
+    def add_worker(self, settings: WorkerSettings) -> Worker:
+        """One more worker, of which `share_worker` is still to tell. Raises ApiError 409 when its id is taken."""
+        worker = self.worker_of(settings)
+        worker.shared = True
+        try:
+            self.registry.add(worker)
+        except ValueError as error:
+            raise ApiError(409, "worker_exists", str(error)) from None
+        return worker
+
     async def share_worker(self, worker: Worker, settings: WorkerSettings | None = None) -> None:
         """Tell all gateway processes of a worker that was added here, or whose draining changed here."""
         if settings is not None:

@@ -52,6 +52,13 @@ def check_pool(name: str, buffers: Sequence[torch.Tensor]) -> tuple[int, int]:
     return first.shape[1], first.shape[2]
 
 
+def check_values(v_buffers: Sequence[torch.Tensor], k_buffers: Sequence[torch.Tensor]) -> None:
+    """Raise `ValueError` unless `v_buffers` are pools of as many layers and KV heads as the checked `k_buffers`."""
+    heads, hkv = check_pool("v_buffers", v_buffers)[0], k_buffers[0].shape[1]
+    if len(v_buffers) != len(k_buffers) or heads != hkv:
+        raise ValueError(f"v_buffers: {len(v_buffers)} layers of {heads} heads, k_buffers: {len(k_buffers)} of {hkv}")
+
+
 def check_index(name: str, index: torch.Tensor, dim: int = 1) -> None:
     """Raise `ValueError` unless `index` is an int64 tensor of `dim` dimensions."""
     if index.dtype != torch.int64 or index.dim() != dim:

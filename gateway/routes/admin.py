@@ -44,12 +44,7 @@ async def workers(request: Request) -> Response:
             fault = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(str(part) for part in fault["loc"]) or "body"
             raise bad_request(f"{place}: {fault['msg']}", param=place) from None
-        worker = runtime.worker_of(settings)
-        worker.shared = True
-        try:
-            runtime.registry.add(worker)
-        except ValueError as error:
-            raise ApiError(409, "worker_exists", str(error)) from None
+        worker = runtime.add_worker(settings)
         with _shared(runtime, worker):
             await runtime.share_worker(worker, settings)
         await runtime.registry.check_one(worker)

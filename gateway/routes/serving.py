@@ -48,7 +48,7 @@ async def serve_turn(
         told = {**turn.headers(), **dialect.headers(turn)}
         return Response(dumps(reply), 200, told, media_type="application/json")
     except NestedTooDeeply as error:
-        raise bad_request("The request is nested too deeply: messages, tools and schemas go 250 levels deep.") from error
+        raise bad_request("The request is nested too deeply: it may go 250 levels deep.") from error
     finally:
         if not handed_on:
             await departure.__aexit__(None, None, None)

@@ -49,14 +49,7 @@ async def join(runtime: Runtime, said: Announcement) -> Worker | None:
         if known is not None:
             await runtime.remove_worker(known)
         return None
-    worker = known
-    if worker is None:
-        worker = runtime.worker_of(settings)
-        worker.shared = True
-        try:
-            runtime.registry.add(worker)
-        except ValueError as error:
-            raise ApiError(409, "worker_exists", str(error)) from None
+    worker = known or runtime.add_worker(settings)
     worker.announced = said.time
     await runtime.share_worker(worker, settings)
     if not worker.healthy:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agentkv_serve.kernels.backend import Backend, check_index, check_pool, resolve
+from agentkv_serve.kernels.backend import Backend, check_index, check_pool, check_values, resolve
 from agentkv_serve.kernels.score import reference
 
 __all__ = ["attention_mass", "attention_mass_layers"]
@@ -102,11 +102,7 @@ def attention_mass_layers(
     if value_power == 0:
         v_buffers = None
     if v_buffers is not None:
-        v_heads, _ = check_pool("v_buffers", v_buffers)
-        if len(v_buffers) != len(k_buffers) or v_heads != hkv:
-            raise ValueError(
-                f"v_buffers: {len(v_buffers)} layers of {v_heads} heads, k_buffers: {len(k_buffers)} of {hkv}"
-            )
+        check_values(v_buffers, k_buffers)
     if not slots.numel():
         return torch.empty(len(k_buffers), hkv, 0, device=slots.device)
     if resolve(backend, slots.device) == "triton":
