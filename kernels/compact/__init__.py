@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agentkv_serve.kernels.backend import Backend, check_index, check_pool, resolve
+from agentkv_serve.kernels.backend import Backend, check_index, check_pool, check_values, resolve
 from agentkv_serve.kernels.compact import reference
 
 __all__ = ["gather_write"]
@@ -36,9 +36,7 @@ def gather_write(
     Raises `ValueError` for shapes that do not fit each other, and for a wrong `shifted`.
     """
     hkv, _ = check_pool("k_buffers", k_buffers)
-    v_heads, _ = check_pool("v_buffers", v_buffers)
-    if len(v_buffers) != len(k_buffers) or v_heads != hkv:
-        raise ValueError(f"v_buffers: {len(v_buffers)} layers of {v_heads} heads, k_buffers: {len(k_buffers)} of {hkv}")
+    check_values(v_buffers, k_buffers)
     check_index("source", source)
     check_index("target", target)
     check_index("kept", kept, dim=3)
