@@ -35,11 +35,11 @@ def after_app_is_made(_: None, app: Any) -> None:
 
 async def kv_map(request: Request) -> Response:
     """The KV map of `?session=KEY`, over all layers or of `&layer=N` (its place among the attention layers)."""
-    from sglang.srt.managers.io_struct import GetInternalStateReq
-
     key, layer = request.query_params.get("session", ""), request.query_params.get("layer", str(ALL_LAYERS))
     if not key or not layer.removeprefix("-").isdecimal() or len(layer) > _DIGITS:
         return JSONResponse({"error": "kv_map needs ?session=KEY and takes &layer=NUMBER"}, 400)
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
     manager = sys.modules[_SERVER]._global_state.tokenizer_manager
     manager.auto_create_handle_loop()
     question = GetInternalStateReq(rid=f"{_QUESTION}{layer}:{key}")

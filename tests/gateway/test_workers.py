@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from tests.gateway.conftest import Stack, Start, user
 from tests.gateway.engine import Answer
@@ -122,11 +125,10 @@ def test_a_turn_that_cannot_be_recorded_frees_its_session(start: Start, monkeypa
 
 
 def test_whatever_answers_as_a_worker_does_not_disturb_the_others(start: Start) -> None:
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await JSONResponse(["no", "worker"])(scope, receive, send)
+    def answer(request: Request) -> JSONResponse:
+        return JSONResponse([1, 2])
 
-    with Serving(answer) as stranger:
+    with Serving(Starlette(routes=[Route("/{path:path}", answer)])) as stranger:
         stack = start(admin_key="operator", workers=[{"url": stranger.url, "id": "stranger"}])
         assert stack.http.get("/readyz").status_code == 503
         body = {"url": stranger.url, "id": "again"}
