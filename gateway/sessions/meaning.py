@@ -69,24 +69,18 @@ def message_digest(message: Message) -> bytes:
 def chain_and_head(
     messages: Sequence[Message], tools: Any, template_kwargs: Mapping[str, Any]
 ) -> tuple[list[bytes], tuple[bytes, bytes]]:
-    """`chain` and `head_digests` of one request."""
+    """What a request's content says of its session.
+
+    First the chained digests: entry i stands for the tools, the template arguments and messages[:i]. Then the digests of
+    the leading system (or developer) messages and of the tools: what makes two requests the same agent even when the
+    history between them was rewritten.
+    """
     digests = [message_digest(message) for message in messages]
     written = canonical(tools or [])
     lead = len(list(takewhile(_leads, messages)))
     head = digest(b"system", *digests[:lead]), digest(b"tools", written)
     state = digest(b"agentkv-1", written, canonical(dict(template_kwargs)))
     return list(accumulate(digests, digest, initial=state)), head
-
-
-def head_digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, bytes]:
-    """Digests of the leading system (or developer) messages and of the tools: what makes two requests the
-    same agent even when the history between them was rewritten."""
-    return chain_and_head(messages, tools, {})[1]
-
-
-def chain(messages: Sequence[Message], tools: Any, template_kwargs: Mapping[str, Any]) -> list[bytes]:
-    """Chained digests: entry i stands for the tools, the template arguments and messages[:i]."""
-    return chain_and_head(messages, tools, template_kwargs)[0]
 
 
 def _leads(message: Message) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from agentkv_serve.gateway.turns.plan import Plan
 from agentkv_serve.gateway.upstream.facts import Facts
 
 
@@ -17,11 +18,13 @@ class Ended(Protocol):
     def reason(self) -> str | None: ...
     @property
     def facts(self) -> Facts: ...
+    @property
+    def plan(self) -> Plan: ...
 
 
-def usage_of(usage: Mapping[str, Any], turn: Any) -> dict[str, Any]:
+def usage_of(usage: Mapping[str, Any], turn: Ended) -> dict[str, Any]:
     """The engine's `usage` with true cached tokens (always an integer) and the `agentkv` object."""
-    facts: Facts = turn.facts
+    facts = turn.facts
     prompt = int(usage.get("prompt_tokens") or 0)
     cached = max(0, prompt - facts.prefill) if facts.state else min(prompt, facts.cached)
     details = {**(usage.get("prompt_tokens_details") or {}), "cached_tokens": cached}

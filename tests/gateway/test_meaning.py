@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentkv_serve.gateway.encoding import digest
-from agentkv_serve.gateway.sessions.meaning import chain, head_digests, message_digest
+from agentkv_serve.gateway.sessions.meaning import chain_and_head, message_digest
+
+
+def chain(messages: list[dict[str, Any]], tools: Any, template_kwargs: dict[str, Any]) -> list[bytes]:
+    return chain_and_head(messages, tools, template_kwargs)[0]
+
+
+def head(messages: list[dict[str, Any]], tools: Any) -> tuple[bytes, bytes]:
+    return chain_and_head(messages, tools, {})[1]
 
 
 def call(arguments: str, name: str = "f", call_id: str = "c1") -> dict[str, Any]:
@@ -94,9 +102,9 @@ def test_texts_cannot_be_shifted_between_messages() -> None:
 def test_an_agent_is_known_by_its_system_message_and_tools() -> None:
     system, user = {"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert head_digests([system, user], tools) == head_digests([system], tools)
-    assert head_digests([user], tools)[0] != head_digests([system, user], tools)[0]
-    assert head_digests([user], tools)[1] != head_digests([user], [])[1]
+    assert head([system, user], tools) == head([system], tools)
+    assert head([user], tools)[0] != head([system, user], tools)[0]
+    assert head([user], tools)[1] != head([user], [])[1]
 
 
 @given(st.lists(st.binary(max_size=9), max_size=5), st.lists(st.binary(max_size=9), max_size=5))
