@@ -71,7 +71,7 @@ def chain_and_head(
 ) -> tuple[list[bytes], tuple[bytes, bytes]]:
     """What a request's content says of its session.
 
-    First the chained digests: entry i stands for the tools, the template arguments and messages[:i]. Then the digests of
+    First the chained digests: entry i stands for the tools, the template arguments and messages[:i]. Then those of
     the leading system (or developer) messages and of the tools: what makes two requests the same agent even when the
     history between them was rewritten.
     """

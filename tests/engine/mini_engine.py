@@ -26,7 +26,7 @@ from oracle.model import forward as run_model  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # SGLang's modules warn of what a CPU does not have
-    from agentkv_serve.engine import forward, progress, reclaim
+    from agentkv_serve.engine import forward, progress
 from agentkv_serve.engine.automata import AutomatonBank  # noqa: E402
 from agentkv_serve.engine.capture import capture, plan_decode  # noqa: E402
 from agentkv_serve.engine.config import EngineConfig  # noqa: E402

@@ -14,8 +14,9 @@ from agentkv_serve.engine.policies import AutoBudget, get_policy, policy_names
 from agentkv_serve.engine.policies.statistics import Statistics
 from agentkv_serve.phase_tagger import Label, fold
 
-from .mini_engine import MiniEngine, progress, reclaim  # first: it makes the oracle importable
+from .mini_engine import MiniEngine  # first: it makes the oracle importable
 
+from agentkv_serve.engine import progress, reclaim  # isort: skip
 from oracle import Replay, Settings  # isort: skip
 from oracle.rivals import HeavyHitterReplay, RecentReplay, SnapReplay, StreamingReplay  # isort: skip
 from tiny_models import write_model  # isort: skip
@@ -112,7 +113,7 @@ def test_given_tokens_are_compressed_where_sampled_ones_are(folder: Path) -> Non
 
 
 def test_a_session_does_not_give_way_to_its_own_compression(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang calls a session idle as soon as its turn has ended; its compression then looks for idle ones to release."""
+    """SGLang calls a session idle as soon as its turn has ended; its compression then looks for idle ones."""
     engine = MiniEngine(folder, get_policy("agentkv"))
     runtime = engine.runtime
     stock = {key: SimpleNamespace(session_id=key, _inflight=False, last_active_time=0.0) for key in (engine.key, "o")}
