@@ -11,7 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from agentkv_serve.gateway.edge import Edge, Handler, api_error, client_gone, http_error
+from agentkv_serve.gateway.edge import Edge, Handler, api_error, client_gone, http_error, nested_too_deeply
+from agentkv_serve.gateway.encoding import NestedTooDeeply
 from agentkv_serve.gateway.errors import ApiError
 from agentkv_serve.gateway.routes import admin, ui_data
 from agentkv_serve.gateway.routes.chat import chat_completions
@@ -79,5 +80,10 @@ def create_app(settings: Settings) -> Starlette:
         routes=routes,
         lifespan=lifespan,
         middleware=[Middleware(Edge, direct={("POST", path): handler for path, handler in _TURNS.items()})],
-        exception_handlers={ApiError: api_error, ClientGone: client_gone, HTTPException: http_error},
+        exception_handlers={
+            ApiError: api_error,
+            NestedTooDeeply: nested_too_deeply,
+            ClientGone: client_gone,
+            HTTPException: http_error,
+        },
     )

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentkv_serve.gateway.dialects.anthropic import error_body
-from agentkv_serve.gateway.encoding import dumps
-from agentkv_serve.gateway.errors import ApiError
+from agentkv_serve.gateway.encoding import NestedTooDeeply, dumps
+from agentkv_serve.gateway.errors import ApiError, bad_request
 from agentkv_serve.gateway.turns.departure import ClientGone
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -
         response = await handler(request)
     except ApiError as error:
         response = await api_error(request, error)
+    except NestedTooDeeply as error:
+        response = await nested_too_deeply(request, error)
     await response(scope, receive, send)
 
 
@@ -90,6 +92,11 @@ async def api_error(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/v1/messages"):
         return Response(dumps(error_body(error)), reply.status_code, _own_headers(reply), media_type="application/json")
     return reply
+
+
+async def nested_too_deeply(request: Request, error: Exception) -> Response:
+    """Handler of NestedTooDeeply: nothing is nested but what the client sent."""
+    return await api_error(request, bad_request("The request is nested too deeply: it may go 250 levels deep."))
 
 
 async def http_error(request: Request, error: Exception) -> Response:

@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from agentkv_serve.gateway.auth import Tenant
 from agentkv_serve.gateway.dialects.dialect import Dialect
-from agentkv_serve.gateway.encoding import NestedTooDeeply, dumps
-from agentkv_serve.gateway.errors import bad_request
+from agentkv_serve.gateway.encoding import dumps
 from agentkv_serve.gateway.headers import RequestHeaders
 from agentkv_serve.gateway.routes.stream import TurnStream
 from agentkv_serve.gateway.runtime import runtime_of
@@ -47,8 +46,6 @@ async def serve_turn(
         reply = await dialect.whole(turn, await turn.whole())
         told = {**turn.headers(), **dialect.headers(turn)}
         return Response(dumps(reply), 200, told, media_type="application/json")
-    except NestedTooDeeply as error:
-        raise bad_request("The request is nested too deeply: it may go 250 levels deep.") from error
     finally:
         if not handed_on:
             await departure.__aexit__(None, None, None)

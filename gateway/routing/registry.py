@@ -25,7 +25,8 @@ class Registry:
             self.add(worker)
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers.values())
+        # Of a copy: who awaits between two workers must not stumble over one that comes or goes meanwhile.
+        return iter(list(self._workers.values()))
 
     def get(self, worker_id: str) -> Worker | None:
         """The worker of that id."""

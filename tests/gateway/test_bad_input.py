@@ -235,6 +235,11 @@ def test_what_is_nested_too_deeply_is_refused(stack: Stack) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": nested(400)}}]
     for fields in ({}, {"n": 2}, {"stream": True}):
         expect(stack.post(M, tools=tools, **fields), 400, "invalid_request")
+    block = {"type": "tool_use", "id": "t", "name": "f", "input": nested(400)}
+    body = {"model": "tiny", "max_tokens": 5, "messages": [*M, {"role": "assistant", "content": [block]}]}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        reply = stack.http.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), path
     assert stack.engine.requests == []
 
 

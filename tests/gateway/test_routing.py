@@ -116,6 +116,16 @@ def test_a_pinned_worker_with_room_is_found_without_the_others(start: Start, mon
     assert stack.say(messages)["headers"]["x-agentkv-worker"] == home
 
 
+def test_workers_may_come_and_go_while_they_are_looked_at() -> None:
+    registry = Registry([worker("a"), worker("b")], client=None)  # type: ignore[arg-type]
+    seen = []
+    for each in registry:
+        seen.append(each.id)
+        registry.remove("b")
+        registry.add(worker(f"new-{len(seen)}"))
+    assert seen == ["a", "b"]
+
+
 def test_models_are_counted_anew_when_workers_change() -> None:
     registry = Registry([worker("a", context_length=100)], client=None)  # type: ignore[arg-type]
     assert registry.models() == {"m": 100}
