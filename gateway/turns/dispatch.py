@@ -57,9 +57,7 @@ class Dispatch:
         worker = place_pinned(registry, model, pinned=self.pinned, tried=tried, saturated=saturated)
         if worker is None:
             resident = await self._s.store.resident([each.id for each in registry])
-            worker = place(
-                registry, model, pinned=self.pinned, resident=resident, tried=tried, saturated=saturated
-            )
+            worker = place(registry, model, pinned=self.pinned, resident=resident, tried=tried, saturated=saturated)
         worker.breaker.chosen()
         # From the choice to here nothing awaits: a burst of new sessions sees each other's reservations.
         self._reserved = self._estimate(worker)

@@ -49,8 +49,10 @@ class OnCpu(TorchFunctionMode):
 def server_arguments(folder: Path) -> Any:
     """The published arguments of a server on a tiny model, which is written to `folder`."""
     args = prepare_server_args(
-        ["--model-path", str(write_model(folder / "llama", "llama-gqa")), "--device", "cpu"]
-        + ["--attention-backend", "torch_native", "--dtype", "float32"]
+        [
+            *("--model-path", str(write_model(folder / "llama", "llama-gqa")), "--device", "cpu"),
+            *("--attention-backend", "torch_native", "--dtype", "float32"),
+        ]
     )
     publish(args, role="test", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     return args
