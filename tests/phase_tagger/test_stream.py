@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentkv_serve.phase_tagger import Label, TextLabeller, Vocabulary, label_text
@@ -72,8 +72,12 @@ def test_what_may_become_a_marker_is_held() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text=HOSTILE)
+@example(text="<tool_call></tool_call></think>")
 def test_the_automaton_differs_only_inside_openers(tiny: Vocabulary, text: str) -> None:
-    """The device labels at once: only pieces that may open a block, and whitespace, may settle otherwise."""
+    """The device labels at once: only pieces of an opener, or that begin like one, and whitespace may settle otherwise.
+
+    After a call "</" is such a piece: its first byte may open the next call, its second says that it does not.
+    """
     automaton = built("smollm2", tiny)
     text = text.replace("<|im_end|>", "").replace("<|im_start|>", "")
     ids = tiny.encode(text)[0].tolist()
@@ -86,7 +90,9 @@ def test_the_automaton_differs_only_inside_openers(tiny: Vocabulary, text: str) 
         here = set(settled[position : position + len(token)])
         position += len(token)
         if label not in here:
-            opener = any(token.strip() in marker for marker in (b"<tool_call>", b"<think>"))
+            opener = token.strip().startswith(b"<") or any(
+                token.strip() in marker for marker in (b"<tool_call>", b"<think>")
+            )
             assert opener or not token.strip(), (text, token, label, here)
 
 
