@@ -52,5 +52,9 @@ def phase_counts(runtime: Runtime, record: SessionRecord, length: int) -> dict[s
         shape = (len(runtime.shape.attention_layers), runtime.shape.kv_heads)
         positions = window_positions(record.kv, shape, length, runtime.shape.device)
         of_entry = torch.from_numpy(phases).to(positions.device)[positions.to(torch.int64)]
-        counts = torch.bincount(of_entry.flatten(), minlength=len(Phase)).cpu().numpy() / (shape[0] * shape[1])
+        mean = torch.bincount(of_entry.flatten(), minlength=len(Phase)).cpu().double() / (shape[0] * shape[1])
+        if runtime.ranks is not None:  # each rank has heads of its own, and all of them end this turn now
+            torch.distributed.all_reduce(mean, group=runtime.ranks.cpu_group)
+            mean /= runtime.ranks.world_size
+        counts = mean.numpy()
     return {phase.name.lower(): round(float(counts[phase]), 3) for phase in Phase}
