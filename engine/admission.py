@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentkv_serve.engine import reclaim
+from agentkv_serve.engine.policies import Policy
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.turn import Turn, turn_of
 from agentkv_serve.engine.wire import WireError
@@ -25,8 +26,17 @@ def peak_growth(runtime: Runtime, turn: Turn, held: int, chunk: int | None, logi
     if not turn.compresses:
         return logical
     step = logical if chunk is None else min(logical, chunk * _chunks_in_flight(runtime))
+    step = min(logical, step + prefill_slack(runtime, turn.policy))
     slack = max(step, runtime.config.compress_every) + 2 * int(runtime.tree.page_size)
     return min(logical, max(0, turn.spec.budget - held) + slack)
+
+
+def prefill_slack(runtime: Runtime, policy: Policy) -> int:
+    """Tokens over its budget that a session may hold at the end of a prefill chunk, less one.
+
+    At most an eighth of the pool: a small worker serves long prompts too.
+    """
+    return min(policy.prefill_slack, int(runtime.scheduler.max_total_num_tokens) // 8)
 
 
 def _chunks_in_flight(runtime: Runtime) -> int:
@@ -94,6 +104,7 @@ def refuse_oversized(runtime: Runtime, turn: Turn | None, prompt_len: int, limit
             )
         return
     chunk = (runtime.scheduler.chunked_prefill_size or prompt_len) * _chunks_in_flight(runtime)
+    chunk += prefill_slack(runtime, turn.policy)
     need = min(prompt_len, turn.spec.budget + min(chunk, prompt_len) + 2 * int(runtime.tree.page_size))
     if need > pool:
         raise WireError(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from agentkv_serve.engine import dump, facts, reclaim
+from agentkv_serve.engine.admission import prefill_slack
 from agentkv_serve.engine.compaction import NoRoomError, choose_budget, compress
 from agentkv_serve.engine.runtime import Runtime
 from agentkv_serve.engine.sessions import FinishedTurn, SessionRecord
@@ -29,7 +30,7 @@ def after_step(runtime: Runtime, batch: Any) -> None:
             continue
         if not decodes and not turn.policy.compress_prefill:
             continue
-        slack = runtime.config.compress_every if decodes else 1
+        slack = runtime.config.compress_every if decodes else max(1, prefill_slack(runtime, turn.policy))
         record = runtime.sessions.get(turn.spec.session)
         assert record is not None
         if turn.launched - runtime.start_of(req.kv) >= turn.budget(record, runtime.auto.floor) + slack:
@@ -53,7 +54,8 @@ def finish_turns(runtime: Runtime, reqs: list[Any]) -> None:
         record.labels = turn.labels(req.output_ids, runtime.automata)
         labels = record.labels[: turn.launched]
         budget = turn.budget(record, runtime.auto.floor)
-        if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) > budget:
+        slack = max(1, min(turn.policy.prefill_slack, runtime.config.compress_every))
+        if turn.compresses and turn.policy.compress_prefill and _held(runtime, slot.kv) >= budget + slack:
             with OutsideFreeGroup(runtime.tree.token_to_kv_pool_allocator):
                 runtime.settling = record.key
                 try:

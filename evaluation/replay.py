@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,15 +57,15 @@ def replay(
             end = min(position + chunk, span.start)
             yield run.step(position, end, False)
             position = end
-            run.compress(position, slack=1, prefill=True)
+            run.compress(position, every, "chunk")
         last = span.end - 1
         while position < last:
             end = min(last, position + chunk, position + run.distance(position, every))
             yield run.step(position, end, True)
             position = end
             if position < last:
-                run.compress(position, slack=every, prefill=False)
-        run.compress(position, slack=1, prefill=True)
+                run.compress(position, every, "decode")
+        run.compress(position, every, "turn")
 
 
 def first_compaction(trajectory: Trajectory, budget: int, *, chunk: int = 128, every: int = 128) -> int | None:
@@ -102,11 +103,16 @@ class _Run:
         due = [s.budget + every - s.held(position) for s in self._sessions if s.arm.policy.compresses]
         return max(1, min(due, default=every))
 
-    def compress(self, position: int, slack: int, prefill: bool) -> None:
+    def compress(self, position: int, every: int, after: Literal["chunk", "decode", "turn"]) -> None:
         for session in self._sessions:
             policy = session.arm.policy
+            slack = {
+                "chunk": max(1, policy.prefill_slack),
+                "decode": every,
+                "turn": max(1, min(policy.prefill_slack, every)),
+            }[after]
             due = policy.compresses and session.held(position) >= session.budget + slack
-            if due and (policy.compress_prefill or not prefill):
+            if due and (policy.compress_prefill or after == "decode"):
                 session.compress(self._trunk, position)
 
     def step(self, start: int, end: int, generated: bool) -> Step:

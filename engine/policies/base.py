@@ -126,7 +126,8 @@ class Policy(ABC):
     recent: int = 32
     """Last tokens that are always kept and stay in place, inside the budget."""
     compress_prefill: bool = True
-    """Compress at prefill-chunk ends and at turn end too, not only every `compress_every` decode tokens."""
+    """Compress at prefill-chunk ends and at turn end too, not only every `compress_every` decode tokens; see also
+    `prefill_slack`."""
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:
@@ -149,6 +150,14 @@ class Policy(ABC):
             Label.GLUE: Phase.OTHERS,
         }
         return tuple(int(table[label]) for label in Label)
+
+    @property
+    def prefill_slack(self) -> int:
+        """Tokens over the budget that are held inside a prompt, where `compress_prefill`.
+
+        With any, a turn's end compresses only what a decode trigger would have: compress_every tokens over the budget.
+        """
+        return 0
 
     @property
     def carries(self) -> bool:
