@@ -104,13 +104,14 @@ class Talk:
         self.epoch += 1
         del self.ids[before:], self.labels[before:]
         with self.client.stream("POST", "/generate", json=body) as response:
-            for line in response.iter_lines():
+            lines = response.iter_lines()  # httpx lets a body be iterated once
+            for line in lines:
                 if line.startswith("data: {"):
                     meta = json.loads(line.removeprefix("data: "))["meta_info"]
                     if meta["completion_tokens"] >= tokens:
                         break
             yield rid
-            for _ in response.iter_lines():  # to its end
+            for _ in lines:  # to its end
                 pass
 
     def abort(self, rid: str) -> None:
