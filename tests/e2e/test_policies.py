@@ -105,7 +105,7 @@ def test_a_given_transcript_runs_as_if_it_were_sampled(serving: Arena, name: str
             assert one.reply.output_ids == given
             assert_same_turn(one)
     lengths = [dump.length for dump in duel.rounds[0].dumps]
-    assert len(lengths) >= 5
+    assert len(lengths) >= 4  # two prompt chunks, one in decode, the turn's end
 
 
 @pytest.mark.long
