@@ -95,21 +95,30 @@ class Talk:
 
     @contextmanager
     def running(self, size: int, tokens: int) -> Iterator[str]:
-        """A long turn of which `tokens` were sampled already; yields its request id. It is left out of the ledger."""
+        """A long turn of which `tokens` were sampled already; yields its request id. It is left out of the ledger.
+
+        Raises:
+            Refused: it ended, or never began.
+        """
         before = len(self.ids)
         self.append(size)
         rid = uuid.uuid4().hex
         sampling = {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True, "custom_params": self._params()}
-        body = {"input_ids": self.ids, "sampling_params": sampling, "stream": True, "rid": rid}
+        body = {"input_ids": list(self.ids), "sampling_params": sampling, "stream": True, "rid": rid}
         self.epoch += 1
         del self.ids[before:], self.labels[before:]
         with self.client.stream("POST", "/generate", json=body) as response:
             lines = response.iter_lines()  # httpx lets a body be iterated once
             for line in lines:
-                if line.startswith("data: {"):
-                    meta = json.loads(line.removeprefix("data: "))["meta_info"]
-                    if meta["completion_tokens"] >= tokens:
-                        break
+                if not line.startswith("data: {"):
+                    continue
+                frame = json.loads(line.removeprefix("data: "))
+                if "meta_info" not in frame:
+                    raise Refused(f"a streamed turn failed: {line}")
+                if frame["meta_info"]["completion_tokens"] >= tokens:
+                    break
+            else:
+                raise Refused(f"a streamed turn ended before it had {tokens} tokens (HTTP {response.status_code})")
             yield rid
             for _ in lines:  # to its end
                 pass
