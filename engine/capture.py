@@ -133,3 +133,20 @@ def capture(runtime: Runtime, layer_id: int, queries: Tensor) -> None:
         plan.place,
         backend=runtime.backend,
     )
+
+
+def capture_step(runtime: Runtime, held: list[Tensor], queries: Tensor) -> None:
+    """`capture` of a decode step whose layers come in order: all are written when the last one's queries are there.
+
+    Thirty small writes cost a CPU ten times as much as one. A GPU writes each layer's: holding them costs it memory.
+
+    Args:
+        held: queries of the step's earlier layers (mutated); the caller empties it before each step.
+        queries: [B, Hq, D] post-RoPE queries of the next layer, not changed before the step ends.
+    """
+    plan = runtime.plan
+    if plan is None:
+        return
+    held.append(queries)
+    if len(held) == len(runtime.layer_index):
+        capture_kernel.write_layers(runtime.slots.ring, held, plan.slot, plan.zero, plan.place, backend=runtime.backend)

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentkv_serve.engine.capture import capture, plan_decode
+from agentkv_serve.engine.capture import capture, capture_step, plan_decode
 from agentkv_serve.engine.runtime import Runtime
 
 
@@ -21,10 +21,12 @@ class WindowTorchNative(TorchNativeAttnBackend):
         super().__init__(runner)
         self._runtime = runtime
         self._windows: list[Tensor] | None = None  # pool slots that each request reads; None = stock path
+        self._queries: list[Tensor] = []  # of a decode step's layers so far
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         runtime = self._runtime
+        self._queries.clear()
         rows = forward_batch.req_pool_indices
         if forward_batch.forward_mode.is_decode():
             captures = bool(runtime.slots.row_slot[rows].any())
@@ -50,7 +52,7 @@ class WindowTorchNative(TorchNativeAttnBackend):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Any:
-        capture(self._runtime, layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
+        capture_step(self._runtime, self._queries, q.view(-1, layer.tp_q_head_num, layer.qk_head_dim))
         if self._windows is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         return self._attend(q, k, v, layer, forward_batch, [1] * len(self._windows))

@@ -7,7 +7,7 @@ import torch
 from agentkv_serve.kernels.backend import Backend, check_index, resolve
 from agentkv_serve.kernels.capture import reference
 
-__all__ = ["write"]
+__all__ = ["write", "write_layers"]
 
 
 def write(
@@ -48,3 +48,25 @@ def write(
         kernel.write(ring, layer, queries, slot, phase, position)
     else:
         reference.write(ring, layer, queries, slot, phase, position)
+
+
+def write_layers(
+    ring: torch.Tensor,
+    queries: list[torch.Tensor],
+    slot: torch.Tensor,
+    phase: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """`write` of all layers of a step: `queries[l]` are those of layer l. Conditions and errors as there.
+
+    On a CPU it is one write, whose cost the number of layers hardly changes.
+    """
+    if len(queries) != ring.shape[1]:
+        raise ValueError(f"queries of {len(queries)} layers for the ring's {ring.shape[1]}")
+    if resolve(backend, ring.device) == "triton":
+        for layer, rows in enumerate(queries):
+            write(ring, layer, rows, slot, phase, position, backend=backend)
+    else:
+        reference.write_layers(ring, queries, slot, phase, position)

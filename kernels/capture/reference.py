@@ -15,3 +15,14 @@ def write(
 ) -> None:
     """See `agentkv_serve.kernels.capture.write`."""
     ring[:, layer].index_put_((slot, phase, position), queries.to(ring.dtype))
+
+
+def write_layers(
+    ring: torch.Tensor,
+    queries: list[torch.Tensor],
+    slot: torch.Tensor,
+    phase: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    """See `agentkv_serve.kernels.capture.write_layers`."""
+    ring[slot, :, phase, position] = torch.stack(queries, dim=1).to(ring.dtype)

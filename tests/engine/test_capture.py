@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentkv_serve.engine.capture import ExtendPiece, capture, plan_decode, plan_extend, ring_positions
+from agentkv_serve.engine.capture import ExtendPiece, capture, capture_step, plan_decode, plan_extend, ring_positions
 from agentkv_serve.engine.policies import Policy, Sampler, entry_positions, get_policy
 from agentkv_serve.engine.policies.sampler import KEEP_LAST, NO_RING, rings_of
 from agentkv_serve.engine.sessions import KvState
@@ -62,7 +62,8 @@ def test_rings_follow_the_table_and_sticky_labels_the_token_before(table: tuple[
 @pytest.mark.parametrize("name", ["agentkv", "agentkv_paper", "agentkv_plus", "recent", "actkv", "streamingllm"])
 @pytest.mark.parametrize("steps", [(40,), (1, 1, 1), (3, 200, 1, 1, 17, 1), (*[1] * 90, 5, *[1] * 40)])
 @pytest.mark.parametrize("unseen", [0, 29])
-def test_rings_hold_what_the_samplers_say(name: str, steps: tuple[int, ...], unseen: int) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_rings_hold_what_the_samplers_say(name: str, steps: tuple[int, ...], unseen: int, together: bool) -> None:
     """Prompt chunks are planned on the host, single tokens on the device; both must agree with `entry_positions`."""
     policy = get_policy(name)
     slots = make_slots(ring_queries=policy.ring_queries, rings=len(policy.samplers))
@@ -83,8 +84,12 @@ def test_rings_hold_what_the_samplers_say(name: str, steps: tuple[int, ...], uns
             rings = rings_of(labels[: done + count], table)
             rings[:unseen] = NO_RING
             runtime.plan = plan_extend(slots, [ExtendPiece(slot, 0, done, rings, policy.samplers)])
+        held: list[torch.Tensor] = []
         for layer_id in (0, 5):
-            capture(runtime, layer_id, queries[part] * (1 + layer_id))
+            if together and runtime.plan and runtime.plan.source is None:
+                capture_step(runtime, held, queries[part] * (1 + layer_id))
+            else:
+                capture(runtime, layer_id, queries[part] * (1 + layer_id))
         done += count
     where = entry_positions(labels, policy.samplers, table, unseen)
     assert (

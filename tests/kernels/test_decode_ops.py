@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentkv_serve.kernels.capture import write
+from agentkv_serve.kernels.capture import write, write_layers
 from agentkv_serve.kernels.phase_step import step
 from agentkv_serve.kernels.window_indices import window_indices
 
@@ -50,6 +50,22 @@ def test_capture_takes_strided_queries(device, fresh, backend):
     assert torch.equal(ring[2, 0, place % 4, place], queries)
 
 
+@BACKENDS
+@pytest.mark.parametrize("tokens", [0, 1, 5, 33])
+def test_all_layers_of_a_step_are_written_as_one_by_one(tokens, device, fresh, backend):
+    slots, layers, phases, depth, heads, dim = 9, 4, 4, 8, 3, 64
+    ring = torch.randn(slots, layers, phases, depth, heads, dim, generator=fresh, device=device).bfloat16()
+    cells = torch.randperm((slots - 1) * phases * depth, generator=fresh, device=device)[:tokens]
+    slot, phase, position = cells // (phases * depth) + 1, cells // depth % phases, cells % depth
+    slot[::5] = 0
+    queries = list(torch.randn(layers, tokens, heads, dim, generator=fresh, device=device).bfloat16())
+    wanted = ring.clone()
+    for layer, rows in enumerate(queries):
+        write(wanted, layer, rows, slot, phase, position, backend="torch")
+    write_layers(ring, queries, slot, phase, position, backend=backend)
+    assert torch.equal(ring[1:], wanted[1:])
+
+
 def test_capture_refuses_what_does_not_fit(device):
     ring = torch.zeros(3, 1, 4, 8, 2, 64, device=device)
     one = torch.ones(1, dtype=torch.int64, device=device)
@@ -61,6 +77,8 @@ def test_capture_refuses_what_does_not_fit(device):
         write(ring, 0, torch.zeros(1, 2, 64, device=device), one, one.int(), one)
     with pytest.raises(ValueError, match="position has 1 entries for 2"):
         write(ring, 0, torch.zeros(2, 2, 64, device=device), one.repeat(2), one.repeat(2), one)
+    with pytest.raises(ValueError, match="queries of 2 layers for the ring's 1"):
+        write_layers(ring, [torch.zeros(1, 2, 64, device=device)] * 2, one, one, one)
 
 
 @BACKENDS
