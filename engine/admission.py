@@ -34,9 +34,11 @@ def peak_growth(runtime: Runtime, turn: Turn, held: int, chunk: int | None, logi
 def prefill_slack(runtime: Runtime, policy: Policy) -> int:
     """Tokens over its budget that a session may hold at the end of a prefill chunk, less one.
 
-    At most an eighth of the pool: a small worker serves long prompts too.
+    At most an eighth of the pool; half of it under a policy that does not compress prompts. Longer prompts are
+    compressed all the same: their turn would wait for ever for room, and those behind it too.
     """
-    return min(policy.prefill_slack, int(runtime.scheduler.max_total_num_tokens) // 8)
+    pool = int(runtime.scheduler.max_total_num_tokens)
+    return min(policy.prefill_slack, pool // 8) if policy.compress_prefill else pool // 2
 
 
 def _chunks_in_flight(runtime: Runtime) -> int:

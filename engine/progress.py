@@ -28,8 +28,6 @@ def after_step(runtime: Runtime, batch: Any) -> None:
         turn = turn_of(req)
         if turn is None or not turn.compresses or req.finished() or not req.kv.holds_kv or req.is_retracted:
             continue
-        if not decodes and not turn.policy.compress_prefill:
-            continue
         slack = runtime.config.compress_every if decodes else max(1, prefill_slack(runtime, turn.policy))
         record = runtime.sessions.get(turn.spec.session)
         assert record is not None

@@ -127,7 +127,7 @@ class Policy(ABC):
     """Last tokens that are always kept and stay in place, inside the budget."""
     compress_prefill: bool = True
     """Compress at prefill-chunk ends and at turn end too, not only every `compress_every` decode tokens; see also
-    `prefill_slack`."""
+    `prefill_slack`. Without it, a prompt is compressed only when it would take more than half of the worker's pool."""
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,29 @@ def test_a_session_grows_past_the_pool(small: Arena) -> None:
 def test_one_prompt_longer_than_the_pool(small: Arena) -> None:
     with small.duel(BUDGET) as duel:
         assert_same_turn(duel.play(random_steps([POOL + 700], [20], seed=41)[0]))
+
+
+def test_prompts_that_a_policy_keeps_whole_never_wait_for_ever(small: Arena) -> None:
+    """Prompts up to half the pool stay whole under agentkv_paper; longer ones are compressed, resumed or rebuilt."""
+    duels = [small.duel(BUDGET) for _ in range(3)]
+    facts = []
+
+    def one(duel: Duel, length: int) -> None:
+        conversation = duel.conversation
+        conversation.policy = "agentkv_paper"
+        conversation.extend(random_steps([length], [5], seed=50)[0].ids, Label.TOOL)
+        facts.append(conversation.send(5, ignore_eos=True).facts)
+
+    try:
+        for length in (900, POOL + 300):
+            together(duels, partial(one, length=length))
+        first, second = facts[:3], facts[3:]
+        assert {(fact["held"], fact["evicted"]) for fact in first} == {(904, 0)}
+        assert len(second) == 3 and all(fact["evicted"] >= POOL // 2 for fact in second)
+        assert "resumed" in {fact["state"] for fact in second}
+    finally:
+        for duel in duels:
+            duel.conversation.close()
 
 
 def test_many_sessions_hold_their_state_at_once(small: Arena) -> None:
