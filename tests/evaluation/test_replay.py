@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from tiny_models import write_model
 
 from agentkv_serve.engine.policies import AutoBudget, get_policy
+from agentkv_serve.evaluation.decoder import Decoder
 from agentkv_serve.evaluation.meter import Meter
 from agentkv_serve.evaluation.replay import first_compaction, replay
 from agentkv_serve.evaluation.session import Arm, Session
@@ -38,6 +40,23 @@ def test_full_kv_equals_hugging_face(tmp_path: Path, family: str, chunk: int) ->
     assert not session.compactions
     assert not meter.tracks[0].kl[predicted].any()
     assert np.isnan(np.delete(meter.reference.nll, predicted)).all()
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2.5"])
+def test_bfloat16_products_can_be_formed_in_float32(tmp_path: Path, family: str) -> None:
+    """Other sums of the same products: what differs is bfloat16's rounding."""
+    folder = write_model(tmp_path, family)
+    trajectory = runs.trajectory(folder, turns=2)
+    predicted = np.flatnonzero(trajectory.generated)
+    found = []
+    for dtype, compute in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, None)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        arm = Arm("roomy", get_policy("agentkv"), len(trajectory.ids))
+        _, meter = measured(Decoder(model, compute), trajectory, [arm])
+        found.append(meter.reference.nll[predicted])
+    native, emulated, exact = found
+    assert not np.array_equal(emulated, exact)
+    np.testing.assert_allclose(emulated, native, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("chunk", [16, 128])
