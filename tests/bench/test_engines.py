@@ -21,7 +21,7 @@ def bench(*arguments: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=580,
+        timeout=2400,  # of a run that hangs: a slow machine takes ten minutes for its two servers and this load
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout))
@@ -30,7 +30,7 @@ def bench(*arguments: str) -> dict[str, Any]:
 def test_serve_under_pressure(tmp_path: Path) -> None:
     load = ("--sessions", "6", "--turns", "3", "--prompt", "400", "--tool", "60", "--output", "8", "--chunk", "256")
     # A pool that holds two whole sessions and a half, and all of ours.
-    more = ("--pool", "1400", "--budget", "128", "--repeats", "1", "--stall", "15", "--out", str(tmp_path))
+    more = ("--pool", "1400", "--budget", "128", "--repeats", "1", "--stall", "90", "--out", str(tmp_path))
     result = bench("serve", "--preset", "cpu-pressured", *load, *more)
     (preset,) = result["presets"]
     rows = {row["setting"]: row for row in preset["rows"]}
@@ -55,7 +55,7 @@ def test_serve_under_pressure(tmp_path: Path) -> None:
 
 def test_sessions_that_one_pool_holds() -> None:
     result = bench(
-        "sessions", "--pool", "2048", "--context", "600", "--budget", "128", "--sessions", "9", "--stall", "15"
+        "sessions", "--pool", "2048", "--context", "600", "--budget", "128", "--sessions", "9", "--stall", "90"
     )
     assert result["stock"] == 3 and result["details"]["stock"]["given_up"] == 6
     assert result["ours"] >= result["goal"] == pytest.approx(0.9 * 2048 / 256)
@@ -65,7 +65,8 @@ def test_sessions_that_one_pool_holds() -> None:
 def test_overhead_prints_its_shares() -> None:
     result = bench("overhead", "--context", "1024", "--budget", "256", "--periods", "1", "--pairs", "4", "--steps", "8")
     assert 0 < result["compaction_share"] < 1
-    assert (result["compaction"]["number"], result["compaction"]["prefill_number"]) == (1, 1)
+    # After the prompt and at the turn's end; then after the short prompt, after 128 sampled tokens, and at that turn's end.
+    assert (result["compaction"]["prefill_number"], result["compaction"]["number"]) == (2, 3)
     low, high = result["below_budget_share_interval"]
     assert low <= result["below_budget_share"] <= high and result["steps_a_side"] == 4 * 7
     assert set(result["cpu_ms_per_step"]) == {"on", "off", "stock"}
