@@ -65,7 +65,7 @@ def test_sessions_that_one_pool_holds() -> None:
 def test_overhead_prints_its_shares() -> None:
     result = bench("overhead", "--context", "1024", "--budget", "256", "--periods", "1", "--pairs", "4", "--steps", "8")
     assert 0 < result["compaction_share"] < 1
-    # After the prompt and at the turn's end; then after the short prompt, after 128 sampled tokens, and at that turn's end.
+    # After the prompt, at the turn's end; then after the short prompt, after 128 sampled tokens, at that turn's end.
     assert (result["compaction"]["prefill_number"], result["compaction"]["number"]) == (2, 3)
     low, high = result["below_budget_share_interval"]
     assert low <= result["below_budget_share"] <= high and result["steps_a_side"] == 4 * 7
