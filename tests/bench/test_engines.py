@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.engine]
+pytestmark = [pytest.mark.long, pytest.mark.engine, pytest.mark.timeout(2500)]
 
 
 def bench(*arguments: str) -> dict[str, Any]:
