@@ -50,7 +50,8 @@ class AgentKV(Policy):
 class AgentKVPaper(AgentKV):
     """AgentKV with what the paper literally lists.
 
-    Compression only every 128 decode tokens, and sticky phases: the listing of the paper's parser has no end markers,
+    Compression only every 128 decode tokens (a worker also compresses a prompt that would take more than half of its
+    pool), and sticky phases: the listing of the paper's parser has no end markers,
     so visible text after `</think>` stays think, and text after a call stays act. No recent window is named; the last
     4 tokens still stay in place here, since SGLang may trim a row's tail by that much.
     """

@@ -59,9 +59,10 @@ def write_layers(
     *,
     backend: Backend | None = None,
 ) -> None:
-    """`write` of all layers of a step: `queries[l]` are those of layer l. Conditions and errors as there.
+    """`write` of all layers of a step, in place: `queries[l]`, `[T, Hq, D]`, are those of layer l.
 
-    On a CPU it is one write, whose cost the number of layers hardly changes.
+    Shapes, conditions and errors are those of `write`. On a CPU it is one write, whose cost the number of layers
+    hardly changes. Raises `ValueError` too where `queries` are not one per layer of the ring.
     """
     if len(queries) != ring.shape[1]:
         raise ValueError(f"queries of {len(queries)} layers for the ring's {ring.shape[1]}")
