@@ -1,7 +1,8 @@
 """`agentkv bench serve`: sessions of agents' turns on stock SGLang and on ours, interleaved on one machine.
 
 Every preset has a stock server and one of ours, both running, one of them at work. The rows take turns; their order
-moves on by one from repeat to repeat, so that a drift of the machine meets all alike.
+moves on by one from repeat to repeat, so that a drift of the machine meets all alike. With a folder for results, a
+benchmark that was cut off goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from agentkv_serve.bench.serve.client import Setting
 from agentkv_serve.bench.serve.engine import Engine, EngineSettings, Kind, running
 from agentkv_serve.bench.serve.load import Run, drive
 from agentkv_serve.bench.serve.presets import PRESETS, Preset
+from agentkv_serve.bench.serve.record import ALONE, Record
 from agentkv_serve.bench.serve.shapes import write_shape
 from agentkv_serve.bench.serve.workload import Turn, full_length
 from agentkv_serve.children import ChildDied
@@ -39,7 +41,7 @@ DEFAULT_PRESETS = ("cpu-pressured", "cpu-unpressured")
 
 @dataclass(frozen=True)
 class Job:
-    """A preset made ready: the model, its sessions, the rows, and the servers' pool in tokens."""
+    """A preset made ready: the model, its sessions, the rows, the servers' pool in tokens and their other flags."""
 
     preset: Preset
     model: Path
@@ -47,6 +49,7 @@ class Job:
     plan: list[list[Turn]]
     settings: list[Setting]
     pool: int | None
+    flags: tuple[str, ...] = ()
 
 
 def serve(
@@ -69,7 +72,9 @@ def serve(
     repeats: Annotated[int | None, typer.Option(min=1, help="Interleaved repeats of every row.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sessions' content, pauses and arrivals.")] = None,
     stall: Annotated[float, typer.Option(help="Give up turns after so many seconds without a token.")] = 60.0,
-    out: Annotated[Path | None, typer.Option(help="Folder for plots and for every turn's figures.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results and plots; a run that was cut off goes on.")
+    ] = None,
     engine_flag: Annotated[list[str] | None, typer.Option(help="A flag for both servers, as --flag=value.")] = None,
 ) -> None:
     """Agents' load on stock SGLang, with everything kept, and on ours at budgets."""
@@ -93,10 +98,12 @@ def serve(
         ]
         with stop_signals(), tempfile.TemporaryDirectory(prefix="agentkv-bench-") as scratch:
             folder = model.expanduser().resolve() if model else default_model(console)
-            found = [
-                one(ready(chosen, folder, pool, Path(scratch)), tuple(engine_flag or ()), stall, Path(scratch), console)
-                for chosen in presets
-            ]
+            found = []
+            for chosen in presets:
+                job = ready(chosen, folder, pool, Path(scratch), tuple(engine_flag or ()))
+                name = f"{chosen.name}-{chosen.work.concurrency}"
+                record = Record(out / "runs" / name if out else None, {**configuration(job), "stall": stall})
+                found.append(one(job, record, stall, Path(scratch), console))
     except Stopped:
         raise typer.Exit(130) from None
     except (ModelError, StackError, ChildDied) as error:
@@ -130,8 +137,11 @@ def changed(preset: Preset, work: dict[str, Any], own: dict[str, Any]) -> Preset
     return replace(preset, **mine, work=replace(preset.work, **given), changed=differs)
 
 
-def ready(preset: Preset, folder: Path, pool: int | None, scratch: Path) -> Job:
+def ready(preset: Preset, folder: Path, pool: int | None, scratch: Path, flags: tuple[str, ...] = ()) -> Job:
     """Makes the model folder, the sessions and the pool of a preset.
+
+    Args:
+        flags: of the user, for both servers.
 
     Raises:
         ModelError: the model cannot be served.
@@ -156,48 +166,62 @@ def ready(preset: Preset, folder: Path, pool: int | None, scratch: Path) -> Job:
         pool += 1024 if preset.pool_share >= 1 else 0
     fitting = preset.work.sessions if pool is None else max(1, pool // max(lengths))
     family = detect_family(vocabulary, chat_template(folder)).name
-    return Job(preset, folder, family, plan, preset.settings(fitting), pool)
+    flags += ("--dtype", preset.dtype) + (() if preset.shape == "given" else ("--load-format", "dummy"))
+    return Job(preset, folder, family, plan, preset.settings(fitting), pool, flags)
 
 
-def one(
-    job: Job, flags: tuple[str, ...], stall: float, scratch: Path, console: Console
-) -> tuple[dict[str, Any], list[Run]]:
-    """Runs a preset. Returns its figures, and all runs.
+def one(job: Job, record: Record, stall: float, scratch: Path, console: Console) -> tuple[dict[str, Any], list[Run]]:
+    """Runs what the record lacks of a preset. Returns its figures, and all runs.
 
     Raises:
         StackError: a server is not healthy in time, or refuses the work.
         ChildDied: a server ended.
     """
-    from agentkv_serve.engine.launch import has_gpu
-
-    preset, gpu = job.preset, has_gpu()
-    flags += ("--dtype", preset.dtype) + (() if preset.shape == "given" else ("--load-format", "dummy"))
-    kinds: tuple[Kind, ...] = ("stock", "agentkv")
+    preset = job.preset
     runs: dict[str, list[Run]] = {setting.name: [] for setting in job.settings}
     costs: dict[str, results.Costs] = {}
     with ExitStack() as cleanup:
-        engines: dict[Kind, Engine] = {}
-        for kind in kinds:
-            settings = EngineSettings(kind, job.model, job.pool, preset.chunk, flags)
-            with progress(console) as report:
-                engines[kind] = cleanup.enter_context(running(settings, scratch, report, gpu))
+        engines = _servers(job, scratch, console, cleanup)
+        kept = record.load(ALONE, job.settings)
         for setting in job.settings:
-            alone = asyncio.run(_drive(job, engines, setting, stall, [job.plan[0][:2]]))
+            alone = kept.get(setting.name) or asyncio.run(_drive(job, engines(), setting, stall, [job.plan[0][:2]]))
             if len(alone.good) < min(2, len(job.plan[0])):
                 raise StackError(f"{setting.name} cannot run a session alone: {alone.replies[-1].error}")
+            if setting.name not in kept:
+                record.save(ALONE, alone)
             costs[setting.name] = results.Costs.of(alone)
         for number in range(preset.repeats):
-            for setting in _rotated(job.settings, number):
-                before = runs[setting.name]
-                if before and not _worth_repeating(before[0], job.plan):
-                    continue
-                run = asyncio.run(_drive(job, engines, setting, stall, job.plan))
-                before.append(run)
+            due = [row for row in _rotated(job.settings, number) if _worth_repeating(runs[row.name], job.plan)]
+            kept = record.load(number, due)
+            for setting in due:
+                run = kept.get(setting.name) or asyncio.run(_drive(job, engines(), setting, stall, job.plan))
+                runs[setting.name].append(run)
+                if setting.name not in kept:
+                    record.save(number, run)
                 console.print(
                     f"{preset.name} {number + 1}/{preset.repeats} {setting.name}: {run.tok_s:.2f} tok/s, "
                     f"{len(run.ended)} of {len(job.plan)} sessions in {run.wall:.0f} s"
                 )
-    return figures(job, runs, costs, flags), [run for repeated in runs.values() for run in repeated]
+    found = {**figures(job, runs, costs), "machines": list(record.machines.values())}
+    return found, [run for repeated in runs.values() for run in repeated]
+
+
+def _servers(job: Job, scratch: Path, console: Console, cleanup: ExitStack) -> Callable[[], dict[Kind, Engine]]:
+    """Both servers, started when they are asked for first."""
+    from agentkv_serve.engine.launch import has_gpu
+
+    kinds: tuple[Kind, ...] = ("stock", "agentkv")
+    engines: dict[Kind, Engine] = {}
+
+    def started() -> dict[Kind, Engine]:
+        for kind in kinds:
+            if kind not in engines:
+                settings = EngineSettings(kind, job.model, job.pool, job.preset.chunk, job.flags)
+                with progress(console) as report:
+                    engines[kind] = cleanup.enter_context(running(settings, scratch, report, has_gpu()))
+        return engines
+
+    return started
 
 
 async def _drive(job: Job, engines: dict[Kind, Engine], setting: Setting, stall: float, plan: list[list[Turn]]) -> Run:
@@ -211,14 +235,31 @@ def _rotated(settings: Sequence[Setting], by: int) -> list[Setting]:
     return [*settings[by:], *settings[:by]]
 
 
-def _worth_repeating(run: Run, plan: Sequence[Sequence[Turn]]) -> bool:
+def _worth_repeating(runs: Sequence[Run], plan: Sequence[Sequence[Turn]]) -> bool:
     """A setting that could not even finish half of its turns is not given more of the machine's time."""
-    return 2 * len(run.good) >= sum(len(session) for session in plan)
+    return not runs or 2 * len(runs[0].good) >= sum(len(session) for session in plan)
 
 
-def figures(
-    job: Job, runs: dict[str, list[Run]], costs: dict[str, results.Costs], flags: tuple[str, ...]
-) -> dict[str, Any]:
+def configuration(job: Job) -> dict[str, Any]:
+    """All that a preset's figures depend on, but the machine."""
+    preset = job.preset
+    return {
+        **asdict(preset.work),
+        "trace": str(preset.work.trace) if preset.work.trace else None,
+        "full_length_max": max(full_length(session) for session in job.plan),
+        "full_length_sum": sum(full_length(session) for session in job.plan),
+        "pool_tokens": job.pool,
+        "chunk": preset.chunk,
+        "repeats": preset.repeats,
+        "model": job.model.name,
+        "weights": "random" if preset.shape != "given" else "the model's",
+        "engine_flags": list(job.flags),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "changed_from_the_preset": preset.changed,
+    }
+
+
+def figures(job: Job, runs: dict[str, list[Run]], costs: dict[str, results.Costs]) -> dict[str, Any]:
     """A preset's rows, the ratios of ours to the faster stock setting, and where the first row's gain comes from."""
     preset = job.preset
     whole = [rows for rows in runs.values() if len(rows) == preset.repeats]
@@ -227,20 +268,7 @@ def figures(
     found: dict[str, Any] = {
         "preset": preset.name,
         "regime": preset.regime,
-        "configuration": {
-            **asdict(preset.work),
-            "trace": str(preset.work.trace) if preset.work.trace else None,
-            "full_length_max": max(full_length(session) for session in job.plan),
-            "full_length_sum": sum(full_length(session) for session in job.plan),
-            "pool_tokens": job.pool,
-            "chunk": preset.chunk,
-            "repeats": preset.repeats,
-            "model": job.model.name,
-            "weights": "random" if preset.shape != "given" else "the model's",
-            "engine_flags": list(flags),
-            "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-            "changed_from_the_preset": preset.changed,
-        },
+        "configuration": configuration(job),
         "rows": [results.row(rows, job.plan) for rows in runs.values()],
     }
     same_order = [rows for rows in stock if rows[0].setting.admitted is None]
