@@ -133,27 +133,32 @@ def test_ratios_are_made_repeat_by_repeat_with_students_interval() -> None:
     assert results.ratio([2.0], [1.0]) == {"median": pytest.approx(2), "interval": None, "n": 1}
 
 
-def test_a_gain_is_split_into_prefill_and_the_rest() -> None:
-    """Stock computes 2,000 tokens at 10 ms and takes 40 s; ours computes 500 and takes 20 s."""
-    slow = [reply(0, 0, 0.0), reply(0, 1, 39.0 - 0.4)]
-    fast = [reply(0, 0, 0.0, facts={"prefill": 250}), reply(0, 1, 19.0 - 0.4, facts={"prefill": 250})]
+def test_a_gain_is_split_into_prefill_and_decode() -> None:
+    """One turn at a time: 2 x 4 steps of 0.5 s on stock, of 0.1 s on ours; the rest of 40 s and of 10 s is prefill."""
+    slow = [reply(0, 0, 0.0, gap=0.5), reply(0, 1, 37.0, gap=0.5)]
+    fast = [reply(0, 0, 0.0, facts={"prefill": 400}), reply(0, 1, 8.6, facts={"prefill": 100})]
     stock, ours = a_run(STOCK, slow), a_run(OURS, fast)
-    stock_cost = results.Costs(prefill=0.010, append=0.01, token=0.2, held=2000)
-    our_cost = results.Costs(prefill=0.010, append=0.01, token=0.1, held=1000)
-    found = results.split([stock], [ours], stock_cost, our_cost)
-    assert found["seconds_saved"] == pytest.approx(20)
-    assert found["of_it_prefill_avoided"] == pytest.approx(15)
-    assert found["of_it_decode_and_the_rest"] == pytest.approx(5)
-    again = (900 + 899) * 0.010
-    read = 2 * sum(1000 + place for place in range(5)) * 0.0001
-    assert found["limit_nothing_recomputed"] == pytest.approx(40 / (40 - again))
-    assert found["limit_nor_any_kv_read"] == pytest.approx(40 / (40 - again - read))
+    found = results.split([stock], [ours], results.Costs(prefill=0.001, token=0.05, held=128))
+    assert found["stock_s"] == pytest.approx({"prefill": 36.0, "decode": 4.0})
+    assert found["ours_s"] == pytest.approx({"prefill": 9.2, "decode": 0.8})
+    assert found["prefill_tokens_avoided"] == 2000 - 500
+    parts = {"all": 30.0, "prefill_avoided": 1500 * 36 / 2000, "prefill_cheaper": 26.8 - 27.0, "decode_faster": 3.2}
+    assert found["saved_s"] == pytest.approx(parts)
+    again = 900 + 899
+    assert found["limit_nothing_recomputed"] == pytest.approx(40 / (40 - again * 36 / 2000))
+    assert found["limit_nor_any_context"] == pytest.approx(40 / (201 * 0.001 + 8 * 0.05))
+
+
+def test_turns_in_flight_share_the_steps_of_decode() -> None:
+    together = [reply(0, 0, 0.0), reply(1, 0, 0.0)]
+    found = results.split([a_run(STOCK, together)], [a_run(OURS, together)], results.Costs(0.001, 0.05, 128))
+    assert found["stock_s"] == pytest.approx({"prefill": 1.0, "decode": 0.4})
 
 
 def test_costs_come_from_a_session_alone() -> None:
     run = a_run(STOCK, [reply(0, 0, 0.0), reply(0, 1, 5.0, cached=900, gap=0.2)])
     costs = results.Costs.of(run)
-    assert costs.prefill == pytest.approx(1 / 1000) and costs.append == pytest.approx(1 / 100)
+    assert costs.prefill == pytest.approx(1 / 1000)
     assert costs.token == pytest.approx(0.15) and costs.held == pytest.approx(1002.5)
 
 

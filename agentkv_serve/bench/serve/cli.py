@@ -109,10 +109,9 @@ def serve(
     except (ModelError, StackError, ChildDied) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    result = {**headline([result for result, _ in found]), "presets": [result for result, _ in found]}
-    result |= {"machine": machine()}
+    result = {**headline(found), "presets": found, "machine": machine()}
     if out is not None:
-        save(out, result, [runs for _, runs in found], console)
+        save(out, result, console)
     publish(result, "serve", as_json)
 
 
@@ -170,8 +169,8 @@ def ready(preset: Preset, folder: Path, pool: int | None, scratch: Path, flags: 
     return Job(preset, folder, family, plan, preset.settings(fitting), pool, flags)
 
 
-def one(job: Job, record: Record, stall: float, scratch: Path, console: Console) -> tuple[dict[str, Any], list[Run]]:
-    """Runs what the record lacks of a preset. Returns its figures, and all runs.
+def one(job: Job, record: Record, stall: float, scratch: Path, console: Console) -> dict[str, Any]:
+    """Runs what the record lacks of a preset. Returns the figures of all its runs.
 
     Raises:
         StackError: a server is not healthy in time, or refuses the work.
@@ -202,8 +201,7 @@ def one(job: Job, record: Record, stall: float, scratch: Path, console: Console)
                     f"{preset.name} {number + 1}/{preset.repeats} {setting.name}: {run.tok_s:.2f} tok/s, "
                     f"{len(run.ended)} of {len(job.plan)} sessions in {run.wall:.0f} s"
                 )
-    found = {**figures(job, runs, costs), "machines": list(record.machines.values())}
-    return found, [run for repeated in runs.values() for run in repeated]
+    return {**figures(job, runs, costs), "machines": list(record.machines.values())}
 
 
 def _servers(job: Job, scratch: Path, console: Console, cleanup: ExitStack) -> Callable[[], dict[Kind, Engine]]:
@@ -283,7 +281,7 @@ def figures(job: Job, runs: dict[str, list[Run]], costs: dict[str, results.Costs
     first = ours[0]
     found["split"] = {
         "setting": first[0].setting.name,
-        **results.split(best, first, costs[best[0].setting.name], costs[first[0].setting.name]),
+        **results.split(best, first, min(costs.values(), key=lambda cost: cost.held)),
     }
     return found
 
@@ -299,18 +297,11 @@ def headline(presets: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def save(out: Path, result: dict[str, Any], runs: Sequence[Sequence[Run]], console: Console) -> None:
-    """Writes the result, every turn's figures and the plots into a folder."""
+def save(out: Path, result: dict[str, Any], console: Console) -> None:
+    """Writes the result and the plots into a folder; its `runs` has every turn."""
     from agentkv_serve.bench.serve.plots import plot
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "serve.json").write_text(json.dumps(result, indent=2))
-    with (out / "turns.jsonl").open("w") as lines:
-        for found, group in zip(result["presets"], runs, strict=True):
-            for run in group:
-                for reply in run.replies:
-                    line = {"preset": found["preset"], "setting": run.setting.name, **asdict(reply)}
-                    line |= {"output": len(reply.output), "computed": reply.computed}
-                    lines.write(json.dumps(line) + "\n")
+    (out / "serve.json").write_text(json.dumps(result, indent=2) + "\n")
     for path in plot(result, out):
         console.print(f"wrote {path}")

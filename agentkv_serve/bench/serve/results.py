@@ -22,25 +22,22 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 class Costs:
     """What one session alone costs on a server in one setting, in seconds.
 
-    `prefill` a prompt token of the first turn, `append` a new token of a later turn, `token` a sampled token while the
-    session holds `held` KV tokens per layer and KV head.
+    `prefill` a prompt token of the first turn, `token` a sampled token while the session holds `held` KV tokens per
+    layer and KV head.
     """
 
     prefill: float
-    append: float
     token: float
     held: float
 
     @classmethod
     def of(cls, run: Run) -> Costs:
         """From a run of one session with nothing else on the server."""
-        first, *later = run.good
+        first = run.good[0]
         gaps = [gap for reply in run.good for gap in reply.gaps]
-        appended = [reply.ttft / max(1, reply.computed) for reply in later]
         held = [reply.facts.get("held", reply.prompt + len(reply.output) / 2) for reply in run.good]
         return cls(
             prefill=first.ttft / first.computed,
-            append=statistics.median(appended) if appended else first.ttft / first.computed,
             token=statistics.median(gaps),
             held=statistics.mean(held),
         )
@@ -113,42 +110,56 @@ def fastest(rows: Sequence[Sequence[Run]]) -> Sequence[Run]:
     return max(rows, key=lambda runs: statistics.median(run.tok_s for run in runs))
 
 
-def split(stock: Sequence[Run], ours: Sequence[Run], stock_cost: Costs, our_cost: Costs) -> dict[str, Any]:
+def split(stock: Sequence[Run], ours: Sequence[Run], bare: Costs) -> dict[str, Any]:
     """Where the time between two settings goes, per run of the workload, and what could be gained at most.
 
-    The seconds of prefill that ours avoids are the tokens that stock computed and ours did not, at what a prompt token
-    costs on the idle stock server; the rest of the difference is decode (and whatever else differs). The limits take
-    stock's own wall time and leave out, first, every prompt token that it computed again; second, also what reading
-    keys and values costs it: the slope of a token's time over the KV length between the two servers when idle.
+    A run is prefill and decode by turns. Its decode takes as many steps as the turns in flight had tokens between
+    them, at the median time between two; the rest of its wall time is prefill. Prefill avoided is what ours did not
+    compute, at what a prompt token cost stock in this run; what ours saves beyond that, it saves on the tokens that
+    both compute: they attend to fewer.
+
+    Args:
+        bare: what a session alone costs with the fewest KV tokens that were measured.
+
+    Returns:
+        seconds, and two limits to the ratio with the same kernels: of a cache that only spares stock what it computed
+        again, and of one that, on top, makes every token as cheap as in `bare`.
     """
-    wall, mine = (statistics.median(run.wall for run in runs) for runs in (stock, ours))
-    avoided_tokens = statistics.median(
-        sum(reply.computed for reply in a.good) - sum(reply.computed for reply in b.good)
-        for a, b in zip(stock, ours, strict=True)
-    )
-    avoided = avoided_tokens * stock_cost.prefill
-    again = statistics.median(recomputed(run) for run in stock) * stock_cost.prefill
-    apart = stock_cost.held - our_cost.held
-    slope = max(0.0, (stock_cost.token - our_cost.token) / apart) if apart > 0 else 0.0
-    read = statistics.median(_tokens_read(run) for run in stock)
+    stock_s, ours_s = (statistics.median(run.wall for run in runs) for runs in (stock, ours))
+    decode, our_decode = (statistics.median(_decode_seconds(run) for run in runs) for runs in (stock, ours))
+    prefill, our_prefill = stock_s - decode, ours_s - our_decode
+    computed, our_computed = (statistics.median(_computed(run) for run in runs) for runs in (stock, ours))
+    avoided = (computed - our_computed) * prefill / computed
+    again = statistics.median(recomputed(run) for run in stock) * prefill / computed
+    needed = statistics.median(sum(reply.needed for reply in run.good) for run in stock)
+    floor = needed * bare.prefill + statistics.median(_decode_steps(run) for run in stock) * bare.token
     return {
-        "seconds_saved": wall - mine,
-        "of_it_prefill_avoided": avoided,
-        "of_it_decode_and_the_rest": wall - mine - avoided,
-        "prefill_tokens_avoided": avoided_tokens,
-        "limit_nothing_recomputed": _limit(wall, again),
-        "limit_nor_any_kv_read": _limit(wall, again + slope * read),
-        "costs_when_idle": {"stock": asdict(stock_cost), "ours": asdict(our_cost)},
+        "stock_s": {"prefill": prefill, "decode": decode},
+        "ours_s": {"prefill": our_prefill, "decode": our_decode},
+        "saved_s": {
+            "all": stock_s - ours_s,
+            "prefill_avoided": avoided,
+            "prefill_cheaper": prefill - our_prefill - avoided,
+            "decode_faster": decode - our_decode,
+        },
+        "prefill_tokens_avoided": computed - our_computed,
+        "limit_nothing_recomputed": stock_s / (stock_s - again),
+        "limit_nor_any_context": stock_s / floor,
+        "cost_with_next_to_no_context": asdict(bare),
     }
 
 
-def _limit(wall: float, saved: float) -> float | None:
-    return wall / (wall - saved) if saved < wall else None
+def _computed(run: Run) -> int:
+    return sum(reply.computed for reply in run.good)
 
 
-def _tokens_read(run: Run) -> int:
-    """KV tokens that the run's sampled tokens looked at, with everything kept."""
-    return sum((reply.prompt + place) for reply in run.good for place in range(len(reply.output)))
+def _decode_steps(run: Run) -> float:
+    """Steps of decode, each of which gives a token to every turn in flight."""
+    return sum(len(reply.gaps) for reply in run.good) / max(1.0, _busy(run) / run.wall)
+
+
+def _decode_seconds(run: Run) -> float:
+    return _decode_steps(run) * statistics.median(gap for reply in run.good for gap in reply.gaps)
 
 
 def _busy(run: Run) -> float:
