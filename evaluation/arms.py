@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agentkv_serve.engine.policies import AutoBudget, Policy
 from agentkv_serve.evaluation.session import Arm
@@ -29,21 +32,25 @@ class Budget:
     def parse(cls, text: str) -> Budget:
         """`12.5%`, `0.125` (a share), `512` (tokens), `auto` or `auto:0.01` (predicted loss of at most that).
 
+        `auto:0.01[floor=512;loss=lost_mass]` gives further settings of `AutoBudget`.
+
         Raises:
             ValueError: none of these.
         """
-        kind, _, epsilon = text.partition(":")
+        kind, _, told = text.partition(":")
         try:
             if kind == "auto":
                 auto = AutoBudget(floor=AUTO_FLOOR)
-                return cls(text, auto=replace(auto, epsilon=float(epsilon)) if epsilon else auto)
+                epsilon, settings = with_settings(told)
+                auto = replace(auto, epsilon=float(epsilon)) if epsilon else auto
+                return cls(text, auto=replace(auto, **settings))
             if text.endswith("%"):
                 share = float(text[:-1]) / 100
             elif float(text) < 1:
                 share = float(text)
             else:
                 return cls(text, tokens=int(text))
-        except ValueError:
+        except (ValueError, TypeError):
             share = 0.0
         if not 0 < share < 1:
             raise ValueError(
@@ -65,6 +72,25 @@ class Entrant:
     name: str
     policy: Policy
     noise: float = 0.0
+
+
+def with_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """The parts of `name[setting=value;…]`; what is no literal is text.
+
+    Raises:
+        ValueError: brackets that do not close.
+    """
+    match = re.fullmatch(r"\s*([^\[\]]*?)\s*(?:\[([^\[\]]*)\])?\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not of the form name or name[setting=value;…]")
+    settings: dict[str, Any] = {}
+    for setting in filter(None, (match[2] or "").split(";")):
+        name, _, value = setting.partition("=")
+        try:
+            settings[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            settings[name.strip()] = value.strip()
+    return match[1], settings
 
 
 def arms_of(entrants: Iterable[Entrant], budgets: Iterable[Budget], length: int, say: str) -> list[Arm]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from agentkv_serve.evaluation.arms import with_settings
 from agentkv_serve.tasks.commands import register as register_tasks
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -110,18 +110,65 @@ def parse_policies(text: str) -> list[tuple[str, str, dict[str, Any]]]:
         return [(name, name, {}) for name in policy_names() if name != "full"]
     found = []
     for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text):
-        match = re.fullmatch(r"\s*(\w+)(?:\[(.*)\])?\s*", part)
-        if match is None:
+        name, settings = with_settings(part)
+        if not name.isidentifier():
             raise ValueError(f"policy {part!r} is not of the form name or name[setting=value;…]")
-        settings = {}
-        for setting in filter(None, (match[2] or "").split(";")):
-            name, _, value = setting.partition("=")
-            try:
-                settings[name.strip()] = ast.literal_eval(value.strip())
-            except (ValueError, SyntaxError):
-                settings[name.strip()] = value.strip()
-        found.append((part.strip(), match[1], settings))
+        found.append((part.strip(), name, settings))
     return found
+
+
+@app.command("auto")
+def automatic(
+    traces: Traces,
+    json_out: Out,
+    more: More = None,
+    policy: Annotated[str, typer.Option(help="Name or name[setting=value;…].")] = "agentkv_plus",
+    auto: Annotated[str, typer.Option(help="Predicted losses, or auto:LOSS[setting=value;…]; comma-separated.")] = (
+        "0.005,0.01,0.02,0.04"
+    ),
+    fixed: Annotated[str, typer.Option(help="Fixed budgets: tokens and shares, comma-separated.")] = (
+        "256,384,512,768,1024,1536,12.5%,25%,37.5%,50%"
+    ),
+    model: Model = None,
+    split: Split = None,
+    limit: Limit = None,
+    length: Length = 8192,
+    least: Least = 2048,
+    chunk: Chunk = 128,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    measured_from: Annotated[str, typer.Option(help="All budgets count from where this one is exceeded.")] = "256",
+    folder: Folder = None,
+    statistics: Annotated[Path | None, typer.Option(help="Of triattention; default: made from the other half.")] = None,
+) -> None:
+    """Budgets that set themselves against one budget for all: KL at equal tokens, tokens at equal KL."""
+    import torch
+
+    from agentkv_serve.evaluation import frontier
+    from agentkv_serve.evaluation import quality as runner
+    from agentkv_serve.evaluation.arms import Budget
+    from agentkv_serve.model import default_model
+
+    try:
+        settings = runner.Settings(
+            model=(model or default_model()).expanduser().resolve(),
+            traces=(*traces, *(more or [])),
+            entrants=(),
+            budgets=frontier.budgets_of(auto, fixed),
+            split=split,
+            length=length,
+            least=least,
+            limit=limit,
+            measured_from=Budget.parse(measured_from),
+            chunk=chunk,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
+        settings = runner.with_policies(settings, parse_policies(policy), statistics)
+        frontier.run(settings, folder or json_out.with_suffix(""), json_out)
+    except (ValueError, KeyError, TypeError) as error:
+        Console(stderr=True).print(f"agentkv eval auto: {error}", markup=False)
+        raise typer.Exit(1) from error
 
 
 @app.command()

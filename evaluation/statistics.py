@@ -21,13 +21,14 @@ def by_task(tasks: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     return {task: float(np.mean(group)) for task, group in groups.items()}
 
 
-def _resampled(count: int) -> npt.NDArray[np.int64]:
+def resampled(count: int) -> npt.NDArray[np.int64]:
+    """[DRAWS, count] the same draws, with replacement, every time."""
     return np.random.default_rng(0).integers(0, count, (DRAWS, count))
 
 
 def interval(values: Floats) -> list[float]:
     """95% bootstrap interval of a mean over tasks."""
-    means = values[_resampled(len(values))].mean(1)
+    means = values[resampled(len(values))].mean(1)
     return [round(float(bound), 6) for bound in np.percentile(means, [2.5, 97.5])]
 
 
@@ -36,7 +37,7 @@ def compare(ours: Floats, theirs: Floats) -> dict[str, Any]:
 
     The intervals come from 10,000 draws of tasks with replacement; `change` is mean(ours) / mean(theirs) - 1.
     """
-    draws = _resampled(len(ours))
+    draws = resampled(len(ours))
     changes = ours[draws].mean(1) / np.maximum(theirs[draws].mean(1), 1e-12) - 1
     return {
         "tasks": len(ours),
@@ -55,7 +56,7 @@ def compare_shares(ours: Floats, theirs: Floats, counts: Floats) -> dict[str, An
     ours, theirs, counts = ours[use], theirs[use], counts[use]
     if not len(counts):
         return {"tasks": 0}
-    draws = _resampled(len(counts))
+    draws = resampled(len(counts))
     gains = (ours[draws].sum(1) - theirs[draws].sum(1)) / counts[draws].sum(1)
     return {
         "tasks": len(counts),

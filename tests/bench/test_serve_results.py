@@ -11,9 +11,10 @@ import pytest
 import typer
 
 from agentkv_serve.bench.serve import results
-from agentkv_serve.bench.serve.cli import changed, headline, named
+from agentkv_serve.bench.serve.cli import headline
 from agentkv_serve.bench.serve.client import Reply, Setting
 from agentkv_serve.bench.serve.engine import EngineSettings, Pressure
+from agentkv_serve.bench.serve.job import changed, named
 from agentkv_serve.bench.serve.load import Run
 from agentkv_serve.bench.serve.plots import curves, plot, points
 from agentkv_serve.bench.serve.presets import PRESETS

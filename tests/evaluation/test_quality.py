@@ -21,7 +21,9 @@ def test_budgets() -> None:
     assert Budget.parse("512").of(3072) == 512
     assert Budget.parse("auto:0.05").auto == AutoBudget(epsilon=0.05, floor=256)
     assert Budget.parse("auto").of(3072) == 3071
-    for text in ("auto:little", "0", "-5%", "many", "120%", "1e9%"):
+    told = Budget.parse("auto:0.05[loss=lost_mass;floor=64]")
+    assert told.auto == AutoBudget(epsilon=0.05, floor=64, loss="lost_mass")
+    for text in ("auto:little", "auto:0.1[lost=1]", "auto:0.1[floor=64", "0", "-5%", "many", "120%", "1e9%"):
         with pytest.raises(ValueError, match="neither a share"):
             Budget.parse(text)
 
@@ -113,6 +115,19 @@ def test_ablate(folder: Path, traces: Path, tmp_path: Path) -> None:
     kl = {name: values["kl"] for name, values in found["budgets"]["50%"]["policies"].items()}
     assert len(set(kl.values())) > 8, "variants differ"
     assert "| with redundancy |" in (tmp_path / "a.md").read_text()
+
+
+def test_auto_against_fixed(folder: Path, traces: Path, tmp_path: Path) -> None:
+    out = tmp_path / "auto.json"
+    options = {"policy": "agentkv[sinks=4;recent=8]", "measured-from": "40"}
+    found = run(folder, traces, out, "auto", auto="0.02[floor=40],auto:0.2[floor=40]", fixed="48,96,20%,60%", **options)
+    assert (found["trajectories"], found["tasks"]) == (2, 2)
+    strict, loose = found["auto"]["auto:0.02[floor=40]"], found["auto"]["auto:0.2[floor=40]"]
+    assert strict["kv_tokens"] >= loose["kv_tokens"] and strict["kl"] <= loose["kl"]
+    assert set(found["fixed"]) == set(strict["against"]) == {"tokens", "shares"}
+    page = out.with_suffix(".md").read_text()
+    assert "| 48 |" in page and "Against one share of each run's whole length:" in page
+    assert out.with_suffix(".png").stat().st_size > 5000
 
 
 def test_a_refusal_says_what_to_do(folder: Path, traces: Path, tmp_path: Path) -> None:
