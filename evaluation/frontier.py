@@ -2,7 +2,7 @@
 
 Both trade memory for quality, so neither figure alone says which is better: the KL of the automatic budget is compared
 with that of the fixed ones at equal KV tokens, and its KV tokens with theirs at equal KL. Between two fixed budgets the
-logarithm of the KL is taken to be linear in the tokens; a fixed budget that is no better than a smaller one is not used.
+logarithm of the KL is taken to be linear in the tokens; a fixed budget no better than a smaller one is not used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def against(auto: Point, fixed: Sequence[Point]) -> dict[str, Any]:
     Intervals: 95%, over 10,000 draws of tasks. None where the fixed budgets do not reach that far.
     """
     whole = np.arange(len(auto.kl))[None]
-    found = {name: _none_if_unknown(values[0]) for name, values in _compare(auto, fixed, whole).items()}
+    compared = _compare(auto, fixed, whole)
+    found: dict[str, Any] = {name: _none_if_unknown(values[0]) for name, values in compared.items()}
     drawn = _compare(auto, fixed, resampled(len(auto.kl)))
     for name in ("tokens_change", "kl_change"):
         known = drawn[name][~np.isnan(drawn[name])]
@@ -165,8 +166,8 @@ def page(result: dict[str, Any], drawn: str) -> str:
     lines = [
         f"# Automatic budgets: {result['policy']}, {result['model']}",
         "",
-        f"Replay of {result['trajectories']} recorded agent runs of {result['tasks']} tasks ({protocol['split']} half), "
-        f"cut to {protocol['length']} tokens. All budgets count from where "
+        f"Replay of {result['trajectories']} recorded agent runs of {result['tasks']} tasks ({protocol['split']} "
+        f"half), cut to {protocol['length']} tokens. All budgets count from where "
         f"{protocol.get('measured_from', 'each of them')} is first exceeded. Means over tasks; KV tokens per layer and "
         "KV head; KL to full KV in nats.",
         "",
@@ -191,7 +192,8 @@ def page(result: dict[str, Any], drawn: str) -> str:
 
 
 def _row(text: str, row: dict[str, float]) -> str:
-    return f"| {text} | {row['kv_tokens']:.0f} ({row['kv_tokens_min']:.0f}, {row['kv_tokens_max']:.0f}) | {row['kl']:.3f} |"
+    tokens = f"{row['kv_tokens']:.0f} ({row['kv_tokens_min']:.0f}, {row['kv_tokens_max']:.0f})"
+    return f"| {text} | {tokens} | {row['kl']:.3f} |"
 
 
 def _number(value: float | None, form: str) -> str:

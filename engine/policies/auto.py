@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentkv_serve.engine.policies.attention import causal_attention
 from agentkv_serve.engine.policies.base import Policy, Window
+from agentkv_serve.phase_tagger import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,9 @@ class AutoBudget:
 
     epsilon: float = 0.02
     """Largest predicted loss."""
-    loss: Literal["sharp_miss", "lost_mass"] = "sharp_miss"
+    loss: Literal["sharp_miss", "lost_mass", "output"] = "sharp_miss"
+    asking: Literal["all", "generated"] = "all"
+    """Queries that are measured: all, or those of think and act where there are some."""
     sharp: float = 0.1
     """Share of a query's attention from which its strongest key counts."""
     floor: int = 512
@@ -46,8 +49,8 @@ class AutoBudget:
         losses = self.losses(policy, replace(window, keep=cap))
         if losses is None:
             return cap
-        # losses[b] falls with b: count those above the bound.
-        least = int((losses > self.epsilon).sum())
+        above = (losses > self.epsilon).nonzero()
+        least = int(above[-1]) + 1 if len(above) else 0
         return min(cap, max(floor, -(-least // self.step) * self.step))
 
     def losses(self, policy: Policy, window: Window) -> Tensor | None:
@@ -61,9 +64,17 @@ class AutoBudget:
         ranks = _ranks(policy, ranking)
         lost = torch.zeros(ranks.shape[-1] + 1, device=ranks.device)
         pairs = 0
-        for layer, _, attention in causal_attention(measured, measured.valid):
+        asking = measured.valid
+        if self.asking == "generated":
+            rings = policy.query_rings(measured)
+            generated = asking & ((rings == Phase.THINK) | (rings == Phase.ACT))
+            asking = generated if bool(generated.any()) else asking
+        for layer, _, attention in causal_attention(measured, asking):
             heads, queries, group, _ = attention.shape
             pairs += heads * queries * group
+            if self.loss == "output":
+                lost += _output_errors(attention, measured, layer, ranks[layer], self.step)
+                continue
             if self.loss == "sharp_miss":
                 peak, key = attention.max(-1)
                 rank = ranks[layer].gather(-1, key.flatten(1)).view_as(key)
@@ -71,8 +82,32 @@ class AutoBudget:
             else:
                 mass = attention.sum((1, 2))
                 lost.index_add_(0, ranks[layer].flatten(), mass.flatten())
+        if self.loss == "output":
+            return lost / max(pairs, 1)
         # An entry of rank r is lost at every budget up to r.
         return lost.flip(0).cumsum(0).flip(0) / max(pairs, 1)
+
+
+def _output_errors(attention: Tensor, window: Window, layer: int, ranks: Tensor, step: int) -> Tensor:
+    """[N + 1] sum over query heads of |o - o_b| / |o|, o_b being the output with the b best entries alone.
+
+    Known at multiples of `step`; between them the value of the next smaller one stands.
+    """
+    heads, queries, group, count = attention.shape
+    order = ranks.argsort(-1)
+    values = window.v_buffers[layer].index_select(0, window.slots).float().transpose(0, 1)  # [Hkv, N, Dv]
+    values = values.gather(1, order[..., None].expand_as(values))
+    weights = attention.flatten(1, 2).gather(-1, order[:, None].expand(-1, queries * group, -1))
+    blocks = -(-count // step)
+    padding = blocks * step - count
+    values = torch.nn.functional.pad(values, (0, 0, 0, padding)).view(heads, blocks, step, -1)
+    weights = torch.nn.functional.pad(weights, (0, padding)).view(heads, queries * group, blocks, step)
+    sums = torch.einsum("hqbs,hbsd->hqbd", weights, values).cumsum(2)
+    mass = weights.sum(-1).cumsum(2)
+    full = sums[:, :, -1:]
+    errors = (sums / mass.clamp(min=1e-9)[..., None] - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-9)
+    errors = torch.cat([torch.ones_like(errors[..., :1]), errors], -1).sum((0, 1))  # nothing kept: all is lost
+    return errors.repeat_interleave(step)[: count + 1]
 
 
 def _ranks(policy: Policy, window: Window) -> Tensor:

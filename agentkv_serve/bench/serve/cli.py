@@ -12,7 +12,6 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +22,10 @@ from agentkv_serve.bench.report import machine, publish
 from agentkv_serve.bench.serve import results
 from agentkv_serve.bench.serve.client import Setting
 from agentkv_serve.bench.serve.engine import Engine, EngineSettings, Kind, running
-from agentkv_serve.bench.serve.load import Run, drive
 from agentkv_serve.bench.serve.job import Job, changed, configuration, named, ready
-from agentkv_serve.bench.serve.record import ALONE, Record
+from agentkv_serve.bench.serve.load import Run, drive
 from agentkv_serve.bench.serve.presets import PRESETS
+from agentkv_serve.bench.serve.record import ALONE, Record
 from agentkv_serve.bench.serve.workload import Turn
 from agentkv_serve.children import ChildDied
 from agentkv_serve.model import ModelError, default_model

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agentkv_serve.engine.policies import AutoBudget, get_policy
+from agentkv_serve.phase_tagger import Phase
 
 from .windows import GROUP, KV_HEADS, LAYERS, SCALE, Session, session, softmax
 
@@ -104,3 +105,42 @@ def test_crossed_halves_predict_more_loss_than_the_policy_sees_itself() -> None:
     honest = AutoBudget(loss="sharp_miss").losses(policy, window)
     assert flattering is not None and honest is not None
     assert honest[80:140].sum() > flattering[80:140].sum()
+
+
+def test_the_outputs_error_is_that_of_the_kept_entries() -> None:
+    policy = get_policy("agentkv")
+    made = session(policy)
+    auto = AutoBudget(loss="output", crossed=False, step=10)
+    losses = auto.losses(policy, made.window)
+    assert losses is not None and losses.shape == (151,)
+    place = ranks(made, "agentkv")
+    values = np.stack([b.index_select(0, made.window.slots).transpose(0, 1).numpy() for b in made.window.v_buffers])
+    for budget in (10, 70, 140, 150):
+        errors = []
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                for entry, position in enumerate(made.where):
+                    for member in range(GROUP if position >= 0 else 0):
+                        logits = made.keys[layer, head] @ made.queries[layer, entry, head * GROUP + member] * SCALE
+                        logits[made.positions[layer, head] > position] = -np.inf
+                        attention = softmax(logits)
+                        full = attention @ values[layer, head]
+                        kept = np.where(place[layer, head] < budget, attention, 0.0)
+                        part = kept @ values[layer, head] / max(kept.sum(), 1e-9)
+                        errors.append(np.linalg.norm(part - full) / np.linalg.norm(full))
+        assert float(losses[budget]) == pytest.approx(np.mean(errors), abs=1e-4)
+    assert float(losses[0]) == 1.0 and losses[75] == losses[70]
+
+
+def test_only_queries_of_generated_phases_may_be_measured() -> None:
+    policy = get_policy("agentkv")
+    made = session(policy)
+    generated = (policy.query_rings(made.window) == Phase.THINK) | (policy.query_rings(made.window) == Phase.ACT)
+    assert made.window.query_positions is not None
+    where = torch.where(generated, made.window.query_positions, -1)
+    alone = replace(made.window, query_positions=where, valid=where >= 0)
+    auto = AutoBudget(loss="lost_mass", crossed=False, asking="generated")
+    found = auto._losses(policy, made.window, made.window)
+    expected = AutoBudget(loss="lost_mass", crossed=False)._losses(policy, made.window, alone)
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, AutoBudget(loss="lost_mass", crossed=False)._losses(policy, made.window, made.window))
