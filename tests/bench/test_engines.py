@@ -28,9 +28,9 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 def test_serve_under_pressure(tmp_path: Path) -> None:
-    load = ("--sessions", "6", "--turns", "3", "--prompt", "400", "--tool", "60", "--output", "8", "--chunk", "256")
-    # A pool that holds two whole sessions and a half, and all of ours.
-    more = ("--pool", "1400", "--budget", "128", "--repeats", "1", "--stall", "90", "--out", str(tmp_path))
+    load = ("--sessions", "6", "--turns", "3", "--prompt", "700", "--tool", "60", "--output", "8", "--chunk", "256")
+    # A pool that holds two whole sessions and a half, and all of ours (6 x (128 + 128), and a chunk).
+    more = ("--pool", "2110", "--budget", "128", "--repeats", "1", "--stall", "90", "--out", str(tmp_path))
     result = bench("serve", "--preset", "cpu-pressured", *load, *more)
     (preset,) = result["presets"]
     rows = {row["setting"]: row for row in preset["rows"]}
@@ -47,7 +47,8 @@ def test_serve_under_pressure(tmp_path: Path) -> None:
     ours = rows["agentkv 128"]
     assert (ours["turns_failed"], ours["sessions_finished"], ours["role"]) == ([0], [6], "measurement")
     assert ours["states"] == {"new": 6, "resumed": 12, "rebuilt": 0} and ours["recomputed_tokens"]["median"] == 0
-    assert ours["prefill_tokens"]["median"] == 6 * (400 + 2 * 61)
+    # But for the two tokens that all prompts start with, and find in the radix cache.
+    assert 0 <= 6 * (700 + 2 * 61) - ours["prefill_tokens"]["median"] <= 5 * 2
     assert preset["denominator"] in rows and result["ratio_pressured"]["n"] == 1
     assert preset["split"]["prefill_tokens_avoided"] > 0
     assert (tmp_path / "runs" / "cpu-pressured-3" / "0-agentkv-128.json").is_file()
