@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -31,7 +32,7 @@ CLOCK_SKEW = 60.0
 """Seconds by which the clocks of a worker and a gateway may differ."""
 TOKEN_VARIABLE = "AGENTKV_JOIN_TOKEN"
 PID_VARIABLE = "AGENTKV_ANNOUNCER"
-"""Names the file that gets the announcing process's id, for whoever drains the worker."""
+"""Names the file with the announcing process's id, for who drains the worker; a bare name: in the temporary folder."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -130,7 +131,7 @@ def main() -> None:
         signal.signal(number, announcer.stop)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if file := os.environ.get(PID_VARIABLE):
-        Path(file).write_text(str(os.getpid()))
+        (Path(tempfile.gettempdir()) / file).write_text(str(os.getpid()))
     if os.getppid() == given.parent:
         announcer.run()
 

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -29,7 +30,9 @@ def main() -> int:
     """0 once the engine is idle, 1 when it is still busy at the end of the wait."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--metrics", default="http://127.0.0.1:30000/metrics")
-    parser.add_argument("--pid-file", type=Path, default=Path(os.environ.get("AGENTKV_ANNOUNCER", "/tmp/agentkv.pid")))
+    # A bare name is in the temporary folder, as for the announcer that writes the file.
+    file = Path(tempfile.gettempdir()) / os.environ.get("AGENTKV_ANNOUNCER", "agentkv.pid")
+    parser.add_argument("--pid-file", type=Path, default=file)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds")
     given = parser.parse_args()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):

@@ -76,6 +76,7 @@ def test_report_counts_failures():
     assert json.loads(json.dumps(report.as_dict()))["ok"] is False
 
 
+# `agentkv check gpu` covers it there: the same kernels, against the same references.
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the kernels for minutes where there is a GPU")
 def test_bench_kernels_without_a_gpu_checks_and_predicts():
     call = "import typer; from agentkv_serve.bench.kernels import kernels; typer.run(kernels)"

@@ -50,6 +50,7 @@ def index(*shape: int) -> torch.Tensor:
 
 
 def test_meta_tensors_notice_host_reads():
+    # Which of the two is torch's matter, by operation; that reading a meta tensor fails is what these tests rest on.
     with pytest.raises((RuntimeError, NotImplementedError)):
         index(3).sum().item()
 

@@ -125,6 +125,7 @@ def test_a_hundred_recorded_runs() -> None:
     """Every run of the large collection, where it is at hand, whole and appended turn by turn."""
     transcripts = load("20_tau_airline_gpt4o_even_tasks.json")
     if not transcripts:
+        # 1.7 MB that the repository does not carry; the runs in tests/ go through the same checks.
         pytest.skip("the large collection is not part of the repository")
     chat = ChatFormat(tiny_tokenizer())
     for transcript in transcripts:
