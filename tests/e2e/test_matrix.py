@@ -16,7 +16,7 @@ from server import Conversation
 from test_identity import BUDGET, assert_identical, session_turns, stock_turns
 from transcripts import random_steps
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1800)]
 OVERLAP, PAGES, CHUNKS, RANKS = (False, True), (1, 16, 64), (256, 512, -1), (1, 2, 3)
 VALUES = (OVERLAP, PAGES, CHUNKS, RANKS)
 PAIRWISE = [(j == (i + 1) % 3, PAGES[i], CHUNKS[j], RANKS[(i + j) % 3]) for i in range(3) for j in range(3)]

@@ -13,7 +13,7 @@ from fleet import PAGED, Arena, Fleet
 from test_metrics import Scrape
 from transcripts import random_steps
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "llama-mqa", "llama-scaled-rope", "qwen2.5", "qwen3", "nemotron-nas"])
