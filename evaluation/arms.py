@@ -93,8 +93,12 @@ def with_settings(text: str) -> tuple[str, dict[str, Any]]:
     return match[1], settings
 
 
-def arms_of(entrants: Iterable[Entrant], budgets: Iterable[Budget], length: int, say: str) -> list[Arm]:
+def arms_of(
+    entrants: Iterable[Entrant], budgets: Iterable[Budget], length: int, say: str, whole: bool = False
+) -> list[Arm]:
     """Every policy at every budget that is smaller than the trajectory; named `policy@budget`.
+
+    whole: larger ones too: such a session is never compressed.
 
     Raises:
         ValueError: a budget below what a policy always keeps.
@@ -102,7 +106,7 @@ def arms_of(entrants: Iterable[Entrant], budgets: Iterable[Budget], length: int,
     arms = []
     for budget in budgets:
         tokens = budget.of(length)
-        if tokens >= length:
+        if tokens >= length and not whole:
             continue
         for entrant in entrants:
             least = entrant.policy.least_budget

@@ -43,7 +43,7 @@ def points(records: Sequence[dict[str, Any]], policy: str, budgets: Sequence[str
     arms = {budget: f"{policy}@{budget}" for budget in budgets}
     used = [r for r in records if all((r["arms"].get(arm) or {}).get("scores") for arm in arms.values())]
     if not used:
-        raise ValueError("no trajectory is longer than all the fixed budgets: leave out the largest")
+        raise ValueError("no trajectory is longer than what the budgets are measured from, or they are not all done")
     tasks = [record["task"] for record in used]
 
     def means(arm: str, name: str) -> Floats:

@@ -40,7 +40,8 @@ class Settings:
 
     Trajectories are cut to `length` tokens, those shorter than `least` are left out: a share of them is a budget that
     the published windows alone would fill. chunk, every: as in `replay`.
-    measured_from: all arms count from where this budget is first exceeded (default: each from its own).
+    measured_from: all arms count from where this budget is first exceeded, those with a budget above the trajectory's
+    length too, which lose nothing (default: each from its own, and there are none of those).
     """
 
     model: Path
@@ -69,6 +70,10 @@ class Settings:
             "every": self.every,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
+
+    def arms(self, length: int) -> list[Arm]:
+        """The arms of a trajectory of so many tokens."""
+        return arms_of(self.entrants, self.budgets, length, self.say_phase, whole=self.measured_from is not None)
 
     def chosen(self, chat: ChatFormat) -> Iterable[tuple[Recording, Trajectory]]:
         """The recordings that are evaluated, in order."""
@@ -100,7 +105,7 @@ def run(settings: Settings, folder: Path) -> list[dict[str, Any]]:
         for recording, trajectory in chosen:
             file = folder / f"{recording.name.replace('/', '.')}.json"
             record: dict[str, Any] = _read(file) or _describe(recording, trajectory)
-            arms = arms_of(settings.entrants, settings.budgets, len(trajectory.ids), settings.say_phase)
+            arms = settings.arms(len(trajectory.ids))
             due = [arm for arm in arms if _due(record, arm, settings)]
             if due:
                 if decoder is None:

@@ -2,7 +2,8 @@
 
 All sessions begin at once, with a first turn of `context` tokens. When all of these have ended, or nothing moves any
 more, each session that got through has a short second turn, the newest first: if it finds its state, the pool held it.
-A first turn that waits for memory which nobody will give back is given up.
+A first turn that waits for memory which nobody will give back is given up. How long that takes depends on the machine:
+it is measured with a session of its own, which is closed before the others begin.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.console import Console
 from agentkv_serve.bench.report import machine, publish
 from agentkv_serve.bench.serve.client import Reply, Session, Setting, connect
 from agentkv_serve.bench.serve.engine import Engine, EngineSettings, running
-from agentkv_serve.bench.serve.load import Watch
+from agentkv_serve.bench.serve.load import Watch, flush
 from agentkv_serve.bench.serve.workload import Turn, Workload
 from agentkv_serve.children import ChildDied
 from agentkv_serve.model import ModelError, check_model, default_model
@@ -33,6 +34,7 @@ from agentkv_serve.up import Stopped, progress, stop_signals
 
 GOAL = 0.9  # of min(N, P / (B + SLACK))
 SLACK = 128  # decode tokens between two compressions
+LEAST_STALL, STALL_TURNS = 60.0, 3.0  # seconds; times that a first turn takes alone
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Held:
     first_turns: int
     given_up: int
     seconds: float
+    alone_s: float  # what a first turn took by itself
+    stall_s: float
     states: dict[str, int]
 
 
@@ -55,7 +59,10 @@ def sessions(
     number: Annotated[int, typer.Option("--sessions", min=1, help="Sessions.")] = 16,
     chunk: Annotated[int, typer.Option(min=64, help="Tokens of a prefill chunk.")] = 512,
     policy: Annotated[str, typer.Option(help="Policy of our sessions.")] = "agentkv",
-    stall: Annotated[float, typer.Option(help="Give up turns after so many seconds without a token.")] = 60.0,
+    stall: Annotated[
+        float | None,
+        typer.Option(help="Give up turns after so many seconds without a token; default: thrice a first turn, or 60."),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: SmolLM2-135M.")] = None,
     engine_flag: Annotated[list[str] | None, typer.Option(help="A flag for both servers, as --flag=value.")] = None,
 ) -> None:
@@ -63,7 +70,7 @@ def sessions(
     from agentkv_serve.engine.launch import has_gpu
 
     console = Console(stderr=True)
-    work = Workload(sessions=number, turns=2, prompt=context, tool=8, output=8, concurrency=number)
+    work = Workload(sessions=number + 1, turns=2, prompt=context, tool=8, output=8, concurrency=number)
     rows = (Setting("ours", "agentkv", policy, budget), Setting("stock", "session"))
     try:
         with stop_signals(), tempfile.TemporaryDirectory(prefix="agentkv-bench-") as scratch:
@@ -107,12 +114,17 @@ def results(pool: int, context: int, budget: int, number: int, found: dict[str, 
     }
 
 
-async def measure(engine: Engine, setting: Setting, plan: Sequence[Sequence[Turn]], family: str, stall: float) -> Held:
+async def measure(
+    engine: Engine, setting: Setting, plan: Sequence[Sequence[Turn]], family: str, stall: float | None
+) -> Held:
     """All first turns at once; then second turns one by one, of the session that ended last first.
 
-    Newest first, since a second turn may push out an older session but never brings one back: whoever finds its state
-    had it when the first turns were over.
+    The plan's last session is the one that is timed by itself before. Newest first, since a second turn may push out an
+    older session but never brings one back: whoever finds its state had it when the first turns were over.
     """
+    *plan, warm_up = plan
+    alone = await _alone(engine, setting, warm_up[0], len(plan), family)
+    stall = stall or max(LEAST_STALL, STALL_TURNS * alone)
     replies: list[Reply] = []
     ended: list[int] = []
     began = time.perf_counter()
@@ -137,8 +149,20 @@ async def measure(engine: Engine, setting: Setting, plan: Sequence[Sequence[Turn
         first_turns=len(ended),
         given_up=len(plan) - len(ended),
         seconds=time.perf_counter() - began,
+        alone_s=alone,
+        stall_s=stall,
         states={name: states.count(name) for name in sorted(set(states))},
     )
+
+
+async def _alone(engine: Engine, setting: Setting, turn: Turn, number: int, family: str) -> float:
+    """Seconds of a session's only turn on an idle server, which it leaves empty."""
+    async with connect() as http:
+        session = Session(engine, http, setting, number, family)
+        reply = await session.run(turn, [])
+        await session.close()
+        await flush(engine, http)
+    return reply.ended - reply.sent
 
 
 def state(reply: Reply) -> str:

@@ -23,7 +23,10 @@ class AutoBudget:
     """How a budget is chosen at each compression."""
 
     epsilon: float = 0.02
-    """Largest predicted loss."""
+    """Largest predicted loss; under the rule `price` what a further 1,000 entries have to save of it."""
+    rule: Literal["under", "price"] = "under"
+    """The smallest budget with a loss under epsilon, or the one with the least sum of loss and price. One price for
+    all is what spends a common pool best: sessions differ in what one more entry saves."""
     loss: Literal["sharp_miss", "lost_mass", "output"] = "sharp_miss"
     asking: Literal["all", "generated"] = "all"
     """Queries that are measured: all, or those of think and act where there are some."""
@@ -49,8 +52,12 @@ class AutoBudget:
         losses = self.losses(policy, replace(window, keep=cap))
         if losses is None:
             return cap
-        above = (losses > self.epsilon).nonzero()
-        least = int(above[-1]) + 1 if len(above) else 0
+        if self.rule == "price":
+            spent = torch.arange(len(losses), device=losses.device) * (self.epsilon / 1000)
+            least = int((losses + spent).argmin())
+        else:
+            above = (losses > self.epsilon).nonzero()
+            least = int(above[-1]) + 1 if len(above) else 0
         return min(cap, max(floor, -(-least // self.step) * self.step))
 
     def losses(self, policy: Policy, window: Window) -> Tensor | None:

@@ -57,7 +57,7 @@ def test_only_trajectories_with_all_budgets_count() -> None:
     records = [record("a", b100=0.2, b200=0.1), record("a", b100=0.4, b200=0.3), record("b", b100=5.0)]
     found = points(records, "p", ["100", "200"])
     assert found["100"].kl.tolist() == [pytest.approx(0.3)] and found["200"].kl.tolist() == [pytest.approx(0.2)]
-    with pytest.raises(ValueError, match="leave out the largest"):
+    with pytest.raises(ValueError, match="longer than what"):
         points(records, "p", ["100", "400"])
 
 

@@ -31,6 +31,7 @@ def test_budgets() -> None:
 def test_a_budget_must_hold_what_a_policy_always_keeps() -> None:
     named = [Entrant("agentkv", get_policy("agentkv"))]
     assert not arms_of(named, [Budget.parse("512")], 512, "others")
+    assert [arm.budget for arm in arms_of(named, [Budget.parse("512")], 512, "others", whole=True)] == [512]
     with pytest.raises(ValueError, match="needs a budget of 65"):
         arms_of(named, [Budget.parse("64")], 512, "others")
 
@@ -120,11 +121,15 @@ def test_ablate(folder: Path, traces: Path, tmp_path: Path) -> None:
 def test_auto_against_fixed(folder: Path, traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "auto.json"
     options = {"policy": "agentkv[sinks=4;recent=8]", "measured-from": "40"}
-    found = run(folder, traces, out, "auto", auto="0.02[floor=40],auto:0.2[floor=40]", fixed="48,96,20%,60%", **options)
+    options |= {"auto": "0.02[floor=40],auto:0.2[floor=40]", "fixed": "48,96,900,20%,60%"}
+    found = run(folder, traces, out, "auto", **options)
     assert (found["trajectories"], found["tasks"]) == (2, 2)
     strict, loose = found["auto"]["auto:0.02[floor=40]"], found["auto"]["auto:0.2[floor=40]"]
     assert strict["kv_tokens"] >= loose["kv_tokens"] and strict["kl"] <= loose["kl"]
     assert set(found["fixed"]) == set(strict["against"]) == {"tokens", "shares"}
+    small, whole = (found["fixed"]["tokens"][budget] for budget in ("48", "900"))
+    assert whole["kl"] == 0, "a budget above the run's length keeps everything"
+    assert small["kl"] > 0 and whole["kv_tokens"] > small["kv_tokens"]
     page = out.with_suffix(".md").read_text()
     assert "| 48 |" in page and "Against one share of each run's whole length:" in page
     assert out.with_suffix(".png").stat().st_size > 5000

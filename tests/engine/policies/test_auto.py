@@ -74,6 +74,22 @@ def test_the_smallest_budget_under_the_bound(epsilon: float) -> None:
     assert 70 <= budget <= 140
 
 
+@pytest.mark.parametrize("price", [0.0, 0.5, 2.0, 50.0])
+def test_the_budget_that_is_worth_its_price(price: float) -> None:
+    policy = get_policy("agentkv")
+    window = session(policy).window
+    auto = AutoBudget(epsilon=price, rule="price", loss="lost_mass", floor=66, step=1, crossed=False)
+    budget = auto.choose(policy, window, cap=150)
+    losses = auto.losses(policy, window)
+    assert losses is not None
+    cost = losses.double().numpy() + price * np.arange(len(losses)) / 1000
+    assert cost[budget] == pytest.approx(cost[66:].min(), abs=1e-6)
+    if not price:
+        assert losses[budget] == losses.min()
+    if price == 50.0:
+        assert budget == 66
+
+
 def test_bounds_step_and_pressure() -> None:
     policy = get_policy("agentkv")
     window = session(policy).window
