@@ -124,7 +124,7 @@ async def measure(
     """
     *plan, warm_up = plan
     alone = await _alone(engine, setting, warm_up[0], len(plan), family)
-    stall = stall or max(LEAST_STALL, STALL_TURNS * alone)
+    stall = stall or stall_after(alone)
     replies: list[Reply] = []
     ended: list[int] = []
     began = time.perf_counter()
@@ -153,6 +153,11 @@ async def measure(
         stall_s=stall,
         states={name: states.count(name) for name in sorted(set(states))},
     )
+
+
+def stall_after(alone: float) -> float:
+    """Seconds without a token after which a server is taken to be stuck; `alone`: seconds of a turn on an idle one."""
+    return max(LEAST_STALL, STALL_TURNS * alone)
 
 
 async def _alone(engine: Engine, setting: Setting, turn: Turn, number: int, family: str) -> float:
