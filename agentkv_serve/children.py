@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CHOSEN_PORTS = range(20_000, 30_000)
+"""Below the ports that systems give to outgoing connections: an engine takes minutes to bind the port chosen for it."""
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -97,15 +100,16 @@ def uninterrupted() -> Iterator[None]:
 
 
 def free_port(preferred: int = 0) -> int:
-    """Returns `preferred` when it can be bound on loopback, else a free port."""
-    for port in (preferred, 0):
+    """Returns `preferred` when it can be bound on loopback, else a free port of `CHOSEN_PORTS`."""
+    drawn = random.SystemRandom().sample(CHOSEN_PORTS, 100)
+    for port in (preferred, *drawn) if preferred else drawn:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return int(probe.getsockname()[1])
+            return port
     raise OSError("no free port on loopback")
 
 

@@ -98,3 +98,10 @@ def test_free_port_prefers_the_given_one() -> None:
         assert not port_is_free(port)
         assert free_port(port) not in (0, port)
     assert free_port(port) == port
+
+
+def test_a_chosen_port_stays_free_until_it_is_bound() -> None:
+    """Outgoing connections get ports of the system's own range: one of them could take it in the meantime."""
+    first_of_the_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = [free_port() for _ in range(20)]
+    assert len(set(ports)) > 1 and max(ports) < first_of_the_system
