@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from agentkv_serve.children import free_port
 from tests.gateway.engine_process import answer
 from tests.gateway.valkey import ValkeyProcess
 
@@ -24,12 +24,6 @@ ROOT = Path(__file__).parents[2]
 TURN_BOUND = 25.0  # seconds within which a turn, retries included, must be answered
 TURNS = 6
 AGENTS = 4
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Process:

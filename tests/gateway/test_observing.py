@@ -17,12 +17,12 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from agentkv_serve.children import free_port
 from agentkv_serve.gateway.logs import configure
 from agentkv_serve.gateway.settings import LogSettings, TelemetrySettings
 from agentkv_serve.gateway.telemetry import Tracing
 from tests.gateway.conftest import Stack, Start, user
 from tests.gateway.engine import Answer
-from tests.gateway.test_chaos import free_port
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
