@@ -161,7 +161,11 @@ def stall_after(alone: float) -> float:
 
 
 async def _alone(engine: Engine, setting: Setting, turn: Turn, number: int, family: str) -> float:
-    """Seconds of a session's only turn on an idle server, which it leaves empty."""
+    """Seconds of a session's only turn on an idle server, which it leaves empty.
+
+    Raises:
+        StackError: the server's cache cannot be emptied afterwards.
+    """
     async with connect() as http:
         session = Session(engine, http, setting, number, family)
         reply = await session.run(turn, [])
