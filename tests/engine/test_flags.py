@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from agentkv_serve.bench.serve.engine import EngineSettings
 from agentkv_serve.engine import launch
 from agentkv_serve.engine.config import ENVIRONMENT
 from agentkv_serve.engine.flags import REFUSALS, REQUIRED, Refusal, RefusedFlagError, refuse
@@ -87,6 +89,27 @@ def test_the_launcher_adds_what_is_needed_and_keeps_what_is_given() -> None:
     on_gpu = server_command([], default_model(), 7, "127.0.0.1", cpu=False)
     assert "--disable-overlap-schedule" in command and "--disable-overlap-schedule" not in on_gpu
     assert "--device" not in on_gpu and on_gpu[on_gpu.index("--attention-backend") + 1] == "triton"
+
+
+@pytest.mark.parametrize(
+    ("capability", "megabytes", "wanted"),
+    [("AVX2", 1, True), ("AVX512", 1, False), ("AVX2", 1 << 20, False)],
+    ids=["no bfloat16", "bfloat16", "too large"],
+)
+def test_a_cpu_that_is_slow_in_bfloat16_serves_small_models_in_float32(
+    capability: str, megabytes: int, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    shutil.copytree(default_model(), tmp_path, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(megabytes << 20)  # sparse
+    ours = server_command([], tmp_path, 7, "127.0.0.1", cpu=True)
+    stock = EngineSettings("stock", tmp_path).command(7, "k", gpu=False)
+    for command in (ours, stock):
+        assert ("--dtype float32" in " ".join(command)) is wanted
+    given = server_command(["--dtype", "bfloat16"], tmp_path, 7, "127.0.0.1", cpu=True)
+    assert given.count("--dtype") == 1 and given[-1] == "bfloat16"
+    assert "--dtype" not in server_command([], tmp_path, 7, "127.0.0.1", cpu=False)
 
 
 def test_metrics_are_on_unless_turned_off_and_a_given_flag_wins() -> None:

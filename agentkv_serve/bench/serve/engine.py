@@ -43,7 +43,7 @@ class EngineSettings:
         """The command line of the server."""
         # --enable-streaming-session changes nothing for plain requests: one stock server answers in both settings.
         if self.kind == "stock":
-            own = ["--enable-streaming-session", "--enable-cache-report", *(() if gpu else CPU_FLAGS)]
+            own = ["--enable-streaming-session", "--enable-cache-report", *(() if gpu else self._cpu_flags())]
             words = [sys.executable, "-P", "-m", "sglang.launch_server", "--host", "127.0.0.1", *own]
         else:
             words = [*AGENTKV, "engine", "--no-agentkv-metrics"]  # as the stock one: counting costs a little
@@ -51,6 +51,14 @@ class EngineSettings:
         words += [] if self.pool is None else ["--max-total-tokens", str(self.pool)]
         words += [] if self.chunk is None else ["--chunked-prefill-size", str(self.chunk)]
         return [*words, *self.flags]
+
+    def _cpu_flags(self) -> Iterator[str]:
+        from agentkv_serve.engine.launch import cpu_dtype
+
+        yield from CPU_FLAGS
+        if not any(flag.split("=")[0] == "--dtype" for flag in self.flags):  # as the server with the cache chooses it
+            for flag, value in cpu_dtype(self.model).items():
+                yield from (flag, value)
 
     def environment(self, gpu: bool) -> dict[str, str]:
         """The environment of the server: a stock one loads our CPU platform (torch alone does the work) and no more."""
