@@ -72,7 +72,7 @@ def ensure_runtime(runner: Any) -> Runtime:
         policies=policies,
         rope=rope,
         ranks=_ranks(),
-        auto=AutoBudget(epsilon=config.auto_epsilon, floor=config.auto_floor),
+        auto=AutoBudget(price=config.auto_price, epsilon=config.auto_epsilon, floor=config.auto_floor),
         metrics=WorkerMetrics(reports=_reports()),
     )
     # Positions (int32) and notes (fp32) of kept entries are made at each compaction; at most the whole pool has them.

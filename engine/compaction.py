@@ -195,6 +195,7 @@ def session_window(
         carry=carry,
         length=length,
         since=state.since,
+        budget=state.budget,
         keep=keep,
         scale=runtime.shape.scale,
         rope=runtime.rope,

@@ -37,8 +37,10 @@ class EngineConfig:
     """Phase that the assistant's visible text counts as: others, act or think."""
     kernels: str = "auto"
     """torch, triton, or auto (by device)."""
-    auto_epsilon: float = 0.02
-    """Budget auto: largest predicted share of sharp misses."""
+    auto_price: float = 0.0024
+    """Budget auto: share of sharp misses that 1,000 further entries have to save."""
+    auto_epsilon: float | None = None
+    """Budget auto: largest predicted share of sharp misses, in place of a price."""
     auto_floor: int = 512
     """Budget auto: the smallest budget that is chosen."""
     allow_forced: bool = False

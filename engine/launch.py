@@ -149,9 +149,13 @@ def engine(
     agentkv_statistics: Annotated[
         Path | None, typer.Option(help="The model's query statistics (agentkv calibrate), for triattention.")
     ] = None,
+    agentkv_auto_price: Annotated[
+        float, typer.Option(help="Budget auto: share of sharp misses that 1,000 further entries have to save.", min=0.0)
+    ] = 0.0024,
     agentkv_auto_epsilon: Annotated[
-        float, typer.Option(help="Budget auto: largest predicted share of sharp misses.", min=0.0, max=1.0)
-    ] = 0.02,
+        float | None,
+        typer.Option(help="Budget auto, in place of a price: largest share of sharp misses.", min=0.0, max=1.0),
+    ] = None,
     agentkv_auto_floor: Annotated[int, typer.Option(help="Budget auto: the smallest budget.", min=1)] = 512,
     agentkv_allow_forced: Annotated[
         bool, typer.Option(help="Evaluation only: turns may say which tokens they yield.")
@@ -189,6 +193,7 @@ def engine(
         say_phase=agentkv_say_phase,
         policy=agentkv_policy,
         policies=tuple(name.strip() for name in agentkv_policies.split(",") if name.strip()),
+        auto_price=agentkv_auto_price,
         auto_epsilon=agentkv_auto_epsilon,
         auto_floor=agentkv_auto_floor,
         allow_forced=agentkv_allow_forced,

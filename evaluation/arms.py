@@ -15,7 +15,7 @@ from agentkv_serve.evaluation.session import Arm
 PROTOCOL = 1
 """Raised whenever the replay or a measure changes its meaning: older results are then computed again."""
 
-AUTO_FLOOR = 256
+AUTO_FLOOR = 384
 """Smallest budget that `auto` may choose here; trajectories are shorter than what a worker's default is for."""
 
 
@@ -30,9 +30,9 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """`12.5%`, `0.125` (a share), `512` (tokens), `auto` or `auto:0.01` (predicted loss of at most that).
+        """`12.5%`, `0.125` (a share), `512` (tokens), `auto` or `auto:0.004` (at that price).
 
-        `auto:0.01[floor=512;loss=lost_mass]` gives further settings of `AutoBudget`.
+        `auto:0.004[floor=512;loss=lost_mass]` gives further settings of `AutoBudget`.
 
         Raises:
             ValueError: none of these.
@@ -41,8 +41,8 @@ class Budget:
         try:
             if kind == "auto":
                 auto = AutoBudget(floor=AUTO_FLOOR)
-                epsilon, settings = with_settings(told)
-                auto = replace(auto, epsilon=float(epsilon)) if epsilon else auto
+                price, settings = with_settings(told)
+                auto = replace(auto, price=float(price)) if price else auto
                 return cls(text, auto=replace(auto, **settings))
             if text.endswith("%"):
                 share = float(text[:-1]) / 100

@@ -44,9 +44,9 @@ def quality(
     json_out: Out,
     more: More = None,
     policies: Annotated[str, typer.Option(help="Names, comma-separated; `name[setting=value;…]`; or `all`.")] = "all",
-    budget: Annotated[
-        str, typer.Option(help="Shares (12.5%), tokens (512), auto or auto:EPSILON; comma-separated.")
-    ] = ("12.5%,25%,50%"),
+    budget: Annotated[str, typer.Option(help="Shares (12.5%), tokens (512), auto or auto:PRICE; comma-separated.")] = (
+        "12.5%,25%,50%"
+    ),
     model: Model = None,
     split: Split = None,
     limit: Limit = None,
@@ -123,11 +123,11 @@ def automatic(
     json_out: Out,
     more: More = None,
     policy: Annotated[str, typer.Option(help="Name or name[setting=value;…].")] = "agentkv_plus",
-    auto: Annotated[str, typer.Option(help="Predicted losses, or auto:LOSS[setting=value;…]; comma-separated.")] = (
-        "0.005,0.01,0.02,0.04"
+    auto: Annotated[str, typer.Option(help="Prices, or auto:PRICE[setting=value;…]; comma-separated.")] = (
+        "0.0012,0.0024,0.005"
     ),
     fixed: Annotated[str, typer.Option(help="Fixed budgets: tokens and shares, comma-separated.")] = (
-        "256,384,512,768,1024,1536,12.5%,25%,37.5%,50%"
+        "256,512,768,1024,1536,2048"
     ),
     model: Model = None,
     split: Split = None,

@@ -220,7 +220,7 @@ def plot(result: dict[str, Any], file: Path) -> None:
 
 
 def budgets_of(auto: str, fixed: str) -> tuple[Budget, ...]:
-    """The budgets of two comma-separated lists; of `auto`, what is not written as `auto…` is an epsilon.
+    """The budgets of two comma-separated lists; of `auto`, what is not written as `auto…` is a price.
 
     Raises:
         ValueError: a budget that cannot be read.

@@ -65,6 +65,7 @@ class Session:
     ) -> None:
         self.arm = arm
         self.budget = min(arm.budget, max(arm.auto.floor, arm.policy.least_budget)) if arm.auto else arm.budget
+        self._chosen = 0  # by budget auto
         self.cache: Cache | None = None
         self.positions: Tensor | None = None  # [L, Hkv, held at the last compaction] int32
         self.kept: Tensor | None = None  # [L, Hkv, since] bool: which of the tokens before `since` are held
@@ -107,6 +108,7 @@ class Session:
         window = self._window(source, length)
         if self.arm.auto:
             self.budget = self.arm.auto.choose(self.arm.policy, window, min(self.arm.budget, source.held))
+            self._chosen = self.budget
             window = replace(window, keep=self.budget)
             if self.budget >= source.held:
                 return
@@ -143,6 +145,7 @@ class Session:
             keep=min(self.budget, source.held),
             length=length,
             since=self.since,
+            budget=self._chosen,
             queries=self._ring,
             query_positions=torch.from_numpy(self._places).to(device),
             labels=self._device_labels[:length],

@@ -1,8 +1,8 @@
-"""The smallest budget that is predicted to lose little: the paper leaves budgets to be set by hand.
+"""A budget that sets itself: the paper leaves budgets to be set by hand.
 
-What would be lost is measured on the session's own buffered queries, which were real ones: every (query head, query)
-pair whose strongest key holds more than `sharp` of its attention and would be evicted is a sharp miss. The share of
-sharp misses follows the loss of output quality closely, the share of lost attention mass does not; both are offered.
+What a budget would lose is measured on the session's own buffered queries, which were real ones: every (query head,
+query) pair whose strongest key holds more than `sharp` of its attention and would be evicted is a sharp miss. The share
+of sharp misses follows the loss of output quality closely, the share of lost attention mass less so; both are offered.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ from torch import Tensor
 
 from agentkv_serve.engine.policies.attention import causal_attention
 from agentkv_serve.engine.policies.base import Policy, Window
-from agentkv_serve.phase_tagger import Phase
+from agentkv_serve.phase_tagger import Label
+
+_GENERATED = torch.tensor([Label.THINK, Label.ACT, Label.SAY], dtype=torch.int8)
+_LEAST_ASKING = 8
+"""Generated queries from which on they say something about those to come."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudget:
     """How a budget is chosen at each compression."""
 
-    epsilon: float = 0.02
-    """Largest predicted loss; under the rule `price` what a further 1,000 entries have to save of it."""
-    rule: Literal["under", "price"] = "under"
-    """The smallest budget with a loss under epsilon, or the one with the least sum of loss and price. One price for
-    all is what spends a common pool best: sessions differ in what one more entry saves."""
-    loss: Literal["sharp_miss", "lost_mass", "output"] = "sharp_miss"
-    asking: Literal["all", "generated"] = "all"
-    """Queries that are measured: all, or those of think and act where there are some."""
-    sharp: float = 0.1
+    price: float = 0.0024
+    """What 1,000 further entries have to save of the loss. One price for all sessions spends a common pool best: they
+    differ in what one more entry saves, not only in what they lose."""
+    epsilon: float | None = None
+    """In place of a price: the smallest budget with a predicted loss of at most that."""
+    inertia: float = 0.5
+    """Share of the last budget in the next one, where that is smaller. What is evicted never comes back, and one
+    compression's few queries may not ask for what the next ones will."""
+    loss: Literal["sharp_miss", "lost_mass"] = "sharp_miss"
+    asking: Literal["all", "generated"] = "generated"
+    """Queries that are measured: all, or those of tokens that the model wrote itself (reasoning, calls, visible text);
+    then nothing is decided before there are a few."""
+    sharp: float = 0.3
     """Share of a query's attention from which its strongest key counts."""
     floor: int = 512
     """Smallest budget; the policy's own least one and the session's cap go before it."""
@@ -52,36 +60,43 @@ class AutoBudget:
         losses = self.losses(policy, replace(window, keep=cap))
         if losses is None:
             return cap
-        if self.rule == "price":
-            spent = torch.arange(len(losses), device=losses.device) * (self.epsilon / 1000)
-            least = int((losses + spent).argmin())
-        else:
-            above = (losses > self.epsilon).nonzero()
-            least = int(above[-1]) + 1 if len(above) else 0
-        return min(cap, max(floor, -(-least // self.step) * self.step))
+        wanted = self._wanted(losses)
+        before = window.budget or window.count
+        if wanted < before:
+            wanted = round(self.inertia * before + (1 - self.inertia) * wanted)
+        return min(cap, max(floor, -(-wanted // self.step) * self.step))
+
+    def _wanted(self, losses: Tensor) -> int:
+        """The budget by these losses alone."""
+        if self.epsilon is None:
+            spent = torch.arange(len(losses), device=losses.device) * (self.price / 1000)
+            return int((losses + spent).argmin())
+        above = (losses > self.epsilon).nonzero()
+        return int(above[-1]) + 1 if len(above) else 0
 
     def losses(self, policy: Policy, window: Window) -> Tensor | None:
-        """[N + 1] predicted loss at every budget from 0 to N entries; None without any buffered query."""
-        if window.query_positions is None or not bool((window.query_positions >= 0).any()):
+        """[N + 1] predicted loss at every budget from 0 to N entries; None where too few queries are buffered."""
+        least = 1 if self.asking == "all" else _LEAST_ASKING
+        if window.query_positions is None or int(self._asking(window).sum()) < least:
             return None
         parts = _halves(window) if self.crossed else [(window, window)]
         return torch.stack([self._losses(policy, *part) for part in parts]).mean(0)
+
+    def _asking(self, window: Window) -> Tensor:
+        """[R] bool: the buffered queries that a loss is measured on."""
+        if self.asking == "all":
+            return window.valid
+        assert window.query_positions is not None and window.labels is not None
+        labels = window.labels[window.query_positions.clamp(min=0)]
+        return window.valid & torch.isin(labels, _GENERATED).to(window.device)
 
     def _losses(self, policy: Policy, ranking: Window, measured: Window) -> Tensor:
         ranks = _ranks(policy, ranking)
         lost = torch.zeros(ranks.shape[-1] + 1, device=ranks.device)
         pairs = 0
-        asking = measured.valid
-        if self.asking == "generated":
-            rings = policy.query_rings(measured)
-            generated = asking & ((rings == Phase.THINK) | (rings == Phase.ACT))
-            asking = generated if bool(generated.any()) else asking
-        for layer, _, attention in causal_attention(measured, asking):
+        for layer, _, attention in causal_attention(measured, self._asking(measured)):
             heads, queries, group, _ = attention.shape
             pairs += heads * queries * group
-            if self.loss == "output":
-                lost += _output_errors(attention, measured, layer, ranks[layer], self.step)
-                continue
             if self.loss == "sharp_miss":
                 peak, key = attention.max(-1)
                 rank = ranks[layer].gather(-1, key.flatten(1)).view_as(key)
@@ -89,32 +104,8 @@ class AutoBudget:
             else:
                 mass = attention.sum((1, 2))
                 lost.index_add_(0, ranks[layer].flatten(), mass.flatten())
-        if self.loss == "output":
-            return lost / max(pairs, 1)
         # An entry of rank r is lost at every budget up to r.
         return lost.flip(0).cumsum(0).flip(0) / max(pairs, 1)
-
-
-def _output_errors(attention: Tensor, window: Window, layer: int, ranks: Tensor, step: int) -> Tensor:
-    """[N + 1] sum over query heads of |o - o_b| / |o|, o_b being the output with the b best entries alone.
-
-    Known at multiples of `step`; between them the value of the next smaller one stands.
-    """
-    heads, queries, group, count = attention.shape
-    order = ranks.argsort(-1)
-    values = window.v_buffers[layer].index_select(0, window.slots).float().transpose(0, 1)  # [Hkv, N, Dv]
-    values = values.gather(1, order[..., None].expand_as(values))
-    weights = attention.flatten(1, 2).gather(-1, order[:, None].expand(-1, queries * group, -1))
-    blocks = -(-count // step)
-    padding = blocks * step - count
-    values = torch.nn.functional.pad(values, (0, 0, 0, padding)).view(heads, blocks, step, -1)
-    weights = torch.nn.functional.pad(weights, (0, padding)).view(heads, queries * group, blocks, step)
-    sums = torch.einsum("hqbs,hbsd->hqbd", weights, values).cumsum(2)
-    mass = weights.sum(-1).cumsum(2)
-    full = sums[:, :, -1:]
-    errors = (sums / mass.clamp(min=1e-9)[..., None] - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-9)
-    errors = torch.cat([torch.ones_like(errors[..., :1]), errors], -1).sum((0, 1))  # nothing kept: all is lost
-    return errors.repeat_interleave(step)[: count + 1]
 
 
 def _ranks(policy: Policy, window: Window) -> Tensor:

@@ -63,6 +63,7 @@ class Window:
     labels: Tensor | None = None  # [length] int8 fine label of every token of the session
     carry: Tensor | None = None  # [L, Hkv, N] fp32 what the policy noted of each entry, 0 for new ones
     since: int = 0  # the session's length at its last compaction: tokens from here on are new
+    budget: int = 0  # what budget auto chose last, 0 = nothing yet
     rope: Rope | None = None
     seed: int = 0  # differs by session and compaction; for policies that draw
 

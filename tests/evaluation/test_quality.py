@@ -19,10 +19,10 @@ def test_budgets() -> None:
     assert Budget.parse("12.5%") == Budget.parse("0.125")
     assert Budget.parse("12.5%").of(3072) == 384
     assert Budget.parse("512").of(3072) == 512
-    assert Budget.parse("auto:0.05").auto == AutoBudget(epsilon=0.05, floor=256)
+    assert Budget.parse("auto:0.05").auto == AutoBudget(price=0.05, floor=384)
     assert Budget.parse("auto").of(3072) == 3071
-    told = Budget.parse("auto:0.05[loss=lost_mass;floor=64]")
-    assert told.auto == AutoBudget(epsilon=0.05, floor=64, loss="lost_mass")
+    told = Budget.parse("auto:0.05[loss=lost_mass;floor=64;epsilon=0.1]")
+    assert told.auto == AutoBudget(price=0.05, epsilon=0.1, floor=64, loss="lost_mass")
     for text in ("auto:little", "auto:0.1[lost=1]", "auto:0.1[floor=64", "0", "-5%", "many", "120%", "1e9%"):
         with pytest.raises(ValueError, match="neither a share"):
             Budget.parse(text)

@@ -143,7 +143,7 @@ def test_an_automatic_budget_follows_the_bound(folder: Path) -> None:
     trajectory = runs.trajectory(folder, turns=5)
     policy = get_policy("agentkv", sinks=4, recent=8)
     arms = [
-        Arm(f"{epsilon}", policy, len(trajectory.ids) - 1, auto=AutoBudget(epsilon=epsilon, floor=64))
+        Arm(f"{epsilon}", policy, len(trajectory.ids) - 1, auto=AutoBudget(epsilon=epsilon, sharp=0.1, floor=64))
         for epsilon in (1.0, 0.1, -1.0)
     ]
     (loose, middle, strict), meter = measured(decoder, trajectory, arms, chunk=64, every=32)
