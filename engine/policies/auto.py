@@ -83,18 +83,20 @@ class AutoBudget:
         return torch.stack([self._losses(policy, *part) for part in parts]).mean(0)
 
     def _asking(self, window: Window) -> Tensor:
-        """[R] bool: the buffered queries that a loss is measured on."""
+        """[R] bool where `query_positions` are, on the host when serving: the queries that a loss is measured on."""
+        assert window.query_positions is not None
+        held = window.query_positions >= 0
         if self.asking == "all":
-            return window.valid
-        assert window.query_positions is not None and window.labels is not None
+            return held
+        assert window.labels is not None
         labels = window.labels[window.query_positions.clamp(min=0)]
-        return window.valid & torch.isin(labels, _GENERATED).to(window.device)
+        return held & torch.isin(labels, _GENERATED.to(labels.device))
 
     def _losses(self, policy: Policy, ranking: Window, measured: Window) -> Tensor:
         ranks = _ranks(policy, ranking)
         lost = torch.zeros(ranks.shape[-1] + 1, device=ranks.device)
         pairs = 0
-        for layer, _, attention in causal_attention(measured, self._asking(measured)):
+        for layer, _, attention in causal_attention(measured, self._asking(measured).to(measured.device)):
             heads, queries, group, _ = attention.shape
             pairs += heads * queries * group
             if self.loss == "sharp_miss":
