@@ -41,7 +41,8 @@ def publish(settings: Settings, records: Sequence[dict[str, Any]], out: Path, dr
         "paired": tables.get(main, {}).get("paired", {}),
         "settings": {e.name: repr(e.policy) for e in settings.entrants if not e.policy.needs_statistics},
         "budgets": tables,
-        "plus": _plus(records, policies, budgets),
+        "plus": _duels(records, "agentkv_plus", ("agentkv", "agentkv_paper"), policies, budgets),
+        "order": _duels(records, "agentkv", ("recent", "rkv", "triattention"), policies, budgets),
         "per_trajectory": [_short(record) for record in records],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +75,11 @@ def page(result: dict[str, Any], drawn: str | None) -> str:
             f"{table['copies']} long-range copies (full KV gets {_shown(full)} of them right)."
         )
         lines += ["", *_main_table(table), "", *_coverage_table(table)]
-    if result["plus"]:
-        lines += ["", "## agentkv_plus, paired over tasks", "", *_plus_table(result["plus"])]
+    titles = {"plus": "agentkv_plus, paired over tasks", "order": "The published order: agentkv, paired over tasks"}
+    for key, title in titles.items():
+        if result[key]:
+            lines += ["", f"## {title}", "", *_duel_table(result[key])]
+    lines += ["", "What the figures say, and why: [evaluation.md](../evaluation.md#state-of-the-figures)."]
     if drawn:
         lines += ["", f"![KL and copy accuracy by budget]({drawn}-budgets.png)", "", f"![by phase]({drawn}-phases.png)"]
     return "\n".join(lines) + "\n"
@@ -109,20 +113,22 @@ def _coverage_table(table: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _plus(records: Sequence[dict[str, Any]], policies: Sequence[str], budgets: Sequence[str]) -> dict[str, Any]:
-    """agentkv_plus against each AgentKV at every budget."""
-    rivals = [name for name in ("agentkv", "agentkv_paper") if name in policies]
-    if "agentkv_plus" not in policies:
+def _duels(
+    records: Sequence[dict[str, Any]], name: str, rivals: Sequence[str], policies: Sequence[str], budgets: Sequence[str]
+) -> dict[str, Any]:
+    """One policy against each of its rivals at every budget."""
+    present = [rival for rival in rivals if rival in policies]
+    if name not in policies or not present:
         return {}
     return {
-        budget: {name: pairs(records, f"agentkv_plus@{budget}", f"{name}@{budget}") for name in rivals}
+        budget: {rival: pairs(records, f"{name}@{budget}", f"{rival}@{budget}") for rival in present}
         for budget in budgets
     }
 
 
-def _plus_table(plus: dict[str, Any]) -> list[str]:
+def _duel_table(duels: dict[str, Any]) -> list[str]:
     lines = ["| budget | against | KL [95%] | better in | copy accuracy [95%] |", "| --- | --- | ---: | ---: | ---: |"]
-    for budget, rivals in plus.items():
+    for budget, rivals in duels.items():
         for name, paired in rivals.items():
             if paired is not None:
                 copy = paired["copy_acc"]

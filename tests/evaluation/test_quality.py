@@ -83,7 +83,14 @@ def test_quality_is_resumable(folder: Path, traces: Path, tmp_path: Path) -> Non
         first["policies"]["recent"]
     )
     assert first["policies"]["recent"]["kl"] > 0
-    assert "| recent |" in out.with_suffix(".md").read_text()
+    theirs, ours = first["paired"]["recent"]["kl"], first["order"]["50%"]["recent"]["kl"]
+    assert ours["difference"] == -theirs["difference"]
+    assert ours["better_in"] == theirs["worse_in"]
+    assert first["plus"] == {}
+    page = out.with_suffix(".md").read_text()
+    assert "| recent |" in page
+    assert "| 25% | recent |" in page
+    assert "agentkv_plus, paired" not in page
     assert out.with_name("quality-budgets.png").stat().st_size > 5000
     files = sorted(out.with_suffix("").glob("*.json"))
     before = [json.loads(file.read_text()) for file in files]
