@@ -98,6 +98,25 @@ def _envelope(tokens: Floats, kl: Floats) -> tuple[Floats, Floats]:
     return x[better], y[better]
 
 
+def hindsight(fixed: Sequence[Point], tokens: float) -> float | None:
+    """The least mean KL with so many mean tokens if every task had the one budget that its own curve asks for.
+
+    No rule that gives a task one budget does better: all tasks are at the same slope of their curves.
+    """
+    shares = np.linspace(0, 1, 201)
+    curves = []
+    for task in range(len(fixed[0].kl)):
+        x, y = _envelope(np.array([p.tokens[task] for p in fixed]), np.array([p.kl[task] for p in fixed]))
+        at = x[0] + shares * (x[-1] - x[0])
+        curves.append((at, np.exp(np.interp(at, x, y))))
+    held, kl = (np.stack(side) for side in zip(*curves, strict=True))  # [tasks, 201]
+    prices = np.geomspace(1e-8, 1, 801)
+    chosen = np.stack([(kl + price * held).argmin(1) for price in prices[::-1]])  # [prices, tasks], ever more tokens
+    tasks = np.arange(len(held))
+    means = held[tasks, chosen].mean(1), kl[tasks, chosen].mean(1)
+    return _none_if_unknown(np.exp(np.interp(tokens, means[0], np.log(means[1]), left=np.nan, right=np.nan)))
+
+
 def _none_if_unknown(value: float) -> float | None:
     return None if np.isnan(value) else round(float(value), 6)
 
@@ -137,6 +156,10 @@ def run(settings: quality.Settings, folder: Path, out: Path) -> dict[str, Any]:
                     name: against(every[budget.text], [every[fixed.text] for fixed in budgets])
                     for name, budgets in families.items()
                 },
+                "hindsight_kl_at_equal_tokens": hindsight(
+                    [every[fixed.text] for fixed in next(iter(families.values()))],
+                    float(every[budget.text].tokens.mean()),
+                ),
             }
             for budget in autos
         },
@@ -188,6 +211,8 @@ def page(result: dict[str, Any], drawn: str) -> str:
             tokens = f"{found['kv_tokens']:.0f}, {_number(found['fixed_tokens_at_equal_kl'], '.0f')}"
             kl = f"{found['kl']:.3f}, {_number(found['fixed_kl_at_equal_tokens'], '.3f')}"
             lines.append(f"| {text} | {tokens} | {_change(found, 'tokens')} | {kl} | {_change(found, 'kl')} |")
+    limits = [f"{text} {_number(row['hindsight_kl_at_equal_tokens'], '.3f')}" for text, row in result["auto"].items()]
+    lines += ["", f"KL at equal tokens if every task had the budget that its own curve asks for: {', '.join(limits)}."]
     return "\n".join([*lines, "", f"![KL over KV tokens]({drawn})"]) + "\n"
 
 

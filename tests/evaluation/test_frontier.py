@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentkv_serve.evaluation.frontier import Point, against, budgets_of, points
+from agentkv_serve.evaluation.frontier import Point, against, budgets_of, hindsight, points
 
 TASKS = 6
 FIXED = [Point(str(n), np.full(TASKS, float(n)), np.full(TASKS, 0.4 * 2 ** -(n / 100))) for n in (100, 200, 400)]
@@ -45,6 +45,14 @@ def test_tasks_differ_in_what_they_need() -> None:
     assert found["tokens_change"] == pytest.approx(250 / 400 - 1)
     low, high = found["tokens_change_95"]
     assert low < found["tokens_change"] < high < 0
+
+
+def test_in_hindsight_every_task_has_the_budget_that_its_curve_asks_for() -> None:
+    easy = np.array([True, False] * 8)
+    fixed = [Point(str(n), np.full(16, float(n)), np.where(easy, 0.01, 40.0 / n)) for n in (100, 200, 400, 800)]
+    assert hindsight(fixed, 250.0) == pytest.approx((0.01 + 0.1) / 2, rel=5e-3), "100 for the easy half, 400 for others"
+    assert hindsight(FIXED, 250.0) == pytest.approx(0.4 * 2**-2.5, rel=5e-3), "tasks that are alike share one budget"
+    assert hindsight(fixed, 900.0) is None
 
 
 def test_only_trajectories_with_all_budgets_count() -> None:

@@ -137,6 +137,8 @@ def test_auto_against_fixed(folder: Path, traces: Path, tmp_path: Path) -> None:
     small, whole = (found["fixed"]["tokens"][budget] for budget in ("48", "900"))
     assert whole["kl"] == 0, "a budget above the run's length keeps everything"
     assert small["kl"] > 0 and whole["kv_tokens"] > small["kv_tokens"]
+    best = strict["hindsight_kl_at_equal_tokens"]
+    assert best is None or 0 <= best <= strict["against"]["tokens"]["fixed_kl_at_equal_tokens"]
     page = out.with_suffix(".md").read_text()
     assert "| 48 |" in page and "Against one share of each run's whole length:" in page
     assert out.with_suffix(".png").stat().st_size > 5000
