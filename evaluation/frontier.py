@@ -101,7 +101,8 @@ def _envelope(tokens: Floats, kl: Floats) -> tuple[Floats, Floats]:
 def hindsight(fixed: Sequence[Point], tokens: float) -> float | None:
     """The least mean KL with so many mean tokens if every task had the one budget that its own curve asks for.
 
-    No rule that gives a task one budget does better: all tasks are at the same slope of their curves.
+    All tasks are then at the same slope of their curves, so where these are convex, no rule that gives a task one
+    budget does better. None beyond what the budgets reach.
     """
     shares = np.linspace(0, 1, 201)
     curves = []
