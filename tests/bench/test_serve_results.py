@@ -199,6 +199,10 @@ def test_plots_need_more_than_one_point_and_measured_quality(tmp_path: Path) -> 
     summary["budgets"]["512"] = {"policies": {"agentkv": {"copy_acc": 0.6}}}
     assert points(result["presets"], summary)[0] == ("agentkv 512, pressured (quality at 512)", 20.0, 0.6)
     assert points([drawn(1, 8.0)], {"budgets": {"50%": {"policies": measured}}}) == []
+    measured["agentkv"]["copy_acc_full"] = 0.95
+    stock = drawn(1, 3.0, policy=None)
+    stock["rows"][0] |= {"setting": "stock, radix cache", "budget": None}
+    assert points([stock], summary) == [("stock, radix cache, pressured (all kept)", 3.0, 0.95)]
     made = plot(result, tmp_path, quality)
     assert [path.name for path in made] == ["throughput-concurrency.png", "quality-throughput.png"]
     assert all(path.stat().st_size > 1000 for path in made)

@@ -11,6 +11,8 @@ from typing import Any
 QUALITY = Path("docs/results/quality.json")
 METRIC = "copy_acc"
 """Of the summary's numbers: the share of tokens, copied from far back, that the model still gets right."""
+METRIC_FULL = "copy_acc_full"
+"""The same with everything kept."""
 
 
 def plot(result: dict[str, Any], out: Path, quality: Path = QUALITY) -> list[Path]:
@@ -39,21 +41,27 @@ def curves(presets: list[dict[str, Any]]) -> dict[tuple[str, str], list[tuple[in
 
 
 def points(presets: list[dict[str, Any]], quality: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(name, output tok/s, quality) of every row of ours whose policy has a measured quality at such a budget.
+    """(name, output tok/s, quality) of stock's rows, with all kept, and of ours whose budget has a measured quality.
 
     Args:
         quality: the summary of `agentkv eval quality`; its budgets are tokens, or shares of the length. A share stands
             for a row's budget where it is the nearest one and not more than half as much away.
     """
+    arms = [scores for budget in quality["budgets"].values() for scores in budget["policies"].values()]
+    full = next((scores[METRIC_FULL] for scores in arms if scores.get(METRIC_FULL) is not None), None)
     found = []
     for preset in presets:
         length = preset["configuration"]["full_length_max"]
         for row in preset["rows"]:
-            text = _nearest(quality["budgets"], row["budget"], length) if row["budget"] else None
+            name, speed = f"{row['setting']}, {preset['regime']}", float(row["output_tok_s"]["median"])
+            if row["budget"] is None:
+                if full is not None:
+                    found.append((f"{name} (all kept)", speed, float(full)))
+                continue
+            text = _nearest(quality["budgets"], row["budget"], length)
             scores = quality["budgets"][text]["policies"].get(row["policy"], {}) if text else {}
             if scores.get(METRIC) is not None:
-                name = f"{row['setting']}, {preset['regime']} (quality at {text})"
-                found.append((name, float(row["output_tok_s"]["median"]), float(scores[METRIC])))
+                found.append((f"{name} (quality at {text})", speed, float(scores[METRIC])))
     return found
 
 
@@ -90,9 +98,10 @@ def _quality(presets: list[dict[str, Any]], quality: dict[str, Any], path: Path)
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for name, speed, score in found:
-        axes.scatter(speed, score)
-        axes.annotate(name, (speed, score), textcoords="offset points", xytext=(5, 5), fontsize="small")
+        axes.scatter(speed, score, label=name)
     axes.set(xlabel="output tokens per second", ylabel="share of long copies that come out right")
+    axes.set(xlim=(0, None), ylim=(0, 1.05))
+    axes.legend(fontsize="small", loc="lower left")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
     return path
