@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from agentkv_serve.children import ChildDied
@@ -169,22 +170,31 @@ def publish(result: dict[str, Any], file: Path, title: str, as_json: bool) -> No
 
 
 def show(result: dict[str, Any], title: str, console: Console) -> None:
-    """Prints a summary as a table, with the published rows beneath."""
-    table = Table("setting", "tasks", "score %", "95%", "− full", "95%", "overtime", "errors", "resumed", title=title)
+    """Prints a summary as a table, and the published scores in one beneath it that fits 80 columns."""
+    table = Table("setting", "tasks", "score % [95%]", "− full [95%]", "overtime", "errors", "resumed", title=title)
+    table.columns[0].no_wrap = True
     for row in result["rows"]:
         against = row["against_full"] or {}
         low, high = (100 * bound for bound in row["score_interval"])
+        score = f"{100 * row['score']:.1f} [{low:.1f}, {high:.1f}]"
         difference = f"{100 * against['difference']:+.1f}" if "difference" in against else ""
-        spread = " … ".join(f"{100 * bound:+.1f}" for bound in against.get("difference_95", []))
-        cells = (str(row["tasks"]), f"{100 * row['score']:.1f}", f"{low:.1f} … {high:.1f}", difference, spread)
+        if "difference_95" in against:
+            low, high = (100 * bound for bound in against["difference_95"])
+            difference += f" [{low:+.1f}, {high:+.1f}]"
         resumed = f"{row['later_turns_resumed']} of {row['later_turns']}"
-        table.add_row(row["setting"], *cells, str(row["overtime"]), str(row["errors"]), resumed)
-    for reference in result["references"]:
-        name = (
-            f"published: {reference['model']} {reference['policy']} {reference['budget'] or ''}, {reference['group']}"
-        )
-        table.add_row(name, "", f"{reference['score']:.1f}", "", "", "", "", "", "")
+        counts = str(row["overtime"]), str(row["errors"]), resumed
+        table.add_row(row["setting"], str(row["tasks"]), escape(score), escape(difference), *counts)
     console.print(table)
+    published: dict[tuple[str, str, str], list[str]] = {}
+    for reference in result["references"]:
+        row_name = reference["group"], reference["model"], reference["policy"]
+        score = (f"{reference['budget']}: " if reference["budget"] else "") + f"{reference['score']:.1f}"
+        published.setdefault(row_name, []).append(score)
+    if published:
+        table = Table("group", "model", "policy", "KV tokens: score %", title="published, on other machines")
+        for names, scores in published.items():
+            table.add_row(*names, "  ".join(scores))
+        console.print(table)
 
 
 def _outcomes(path: Path) -> dict[str, dict[str, Any]]:
