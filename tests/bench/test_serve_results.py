@@ -14,7 +14,7 @@ from agentkv_serve.bench.serve import results
 from agentkv_serve.bench.serve.cli import headline
 from agentkv_serve.bench.serve.client import Reply, Setting
 from agentkv_serve.bench.serve.engine import EngineSettings, Pressure
-from agentkv_serve.bench.serve.job import changed, named
+from agentkv_serve.bench.serve.job import changed, named, ready, run_configuration
 from agentkv_serve.bench.serve.load import Run
 from agentkv_serve.bench.serve.plots import curves, plot, points
 from agentkv_serve.bench.serve.presets import PRESETS
@@ -78,6 +78,15 @@ def test_what_was_changed_in_a_preset_is_told() -> None:
     assert preset.changed == {"sessions": 3, "repeats": 1}
     with pytest.raises(typer.BadParameter, match="no preset 'x'"):
         named("x")
+
+
+def test_more_repeats_go_on_from_the_runs_of_fewer(tmp_path: Path) -> None:
+    def of(**own: Any) -> dict[str, Any]:
+        work = {"sessions": 2, "turns": 1, "prompt": 64, **{name: own.pop(name) for name in ("output",) if name in own}}
+        return run_configuration(ready(changed(named("cpu-pressured"), work, own), default_model(), None, tmp_path))
+
+    assert of(repeats=1) == of(repeats=5)
+    assert of(repeats=1) != of(repeats=1, chunk=64) and of(repeats=1) != of(repeats=1, output=7)
 
 
 def reply(session: int, turn: int, sent: float, tokens: int = 5, gap: float = 0.1, **more: Any) -> Reply:

@@ -22,7 +22,7 @@ from agentkv_serve.bench.report import machine, publish
 from agentkv_serve.bench.serve import results
 from agentkv_serve.bench.serve.client import Setting
 from agentkv_serve.bench.serve.engine import Engine, EngineSettings, Kind, running
-from agentkv_serve.bench.serve.job import Job, changed, configuration, named, ready
+from agentkv_serve.bench.serve.job import Job, changed, configuration, named, ready, run_configuration
 from agentkv_serve.bench.serve.load import Run, drive
 from agentkv_serve.bench.serve.presets import PRESETS
 from agentkv_serve.bench.serve.record import ALONE, Record
@@ -85,7 +85,7 @@ def serve(
             for chosen in presets:
                 job = ready(chosen, folder, pool, Path(scratch), tuple(engine_flag or ()))
                 name = f"{chosen.name}-{chosen.work.concurrency}"
-                record = Record(out / "runs" / name if out else None, {**configuration(job), "stall": stall})
+                record = Record(out / "runs" / name if out else None, {**run_configuration(job), "stall": stall})
                 found.append(one(job, record, stall, Path(scratch), console))
     except Stopped:
         raise typer.Exit(130) from None

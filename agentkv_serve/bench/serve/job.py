@@ -102,3 +102,9 @@ def configuration(job: Job) -> dict[str, Any]:
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "changed_from_the_preset": preset.changed,
     }
+
+
+def run_configuration(job: Job) -> dict[str, Any]:
+    """What one run's figures depend on: all but how often it is repeated, so that more can be asked for later."""
+    found = configuration(job)
+    return {name: value for name, value in found.items() if name not in ("repeats", "changed_from_the_preset")}
