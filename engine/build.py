@@ -75,10 +75,10 @@ def ensure_runtime(runner: Any) -> Runtime:
         auto=AutoBudget(price=config.auto_price, epsilon=config.auto_epsilon, floor=config.auto_floor),
         metrics=WorkerMetrics(reports=_reports()),
     )
-    # Positions (int32) and notes (fp32) of kept entries are made at each compaction; at most the whole pool has them.
-    carries = any(policy.carries for policy in policies.values())
+    # Positions (int32) and notes of kept entries are made at each compaction; at most the whole pool has them.
+    note = max(policy.note_bytes for policy in policies.values())
     entries = runner.max_total_num_tokens * len(shape.attention_layers) * shape.kv_heads
-    auxiliary = runtime.slots.nbytes + 4 * (1 + carries) * entries
+    auxiliary = runtime.slots.nbytes + (4 + note) * entries
     runtime.metrics.started(auxiliary)
     runtime_module.install(runtime)
     pool_bytes = runner.max_total_num_tokens * shape.token_bytes()

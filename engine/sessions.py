@@ -48,7 +48,7 @@ class KvState:
     uncaptured: int = 0  # leading tokens whose queries were not kept: they came from the tree, or before the policy
     budget: int = 0  # in force under budget auto; 0 = none was chosen yet
     since: int = 0  # the session's length at its last compaction
-    carry: Tensor | None = None  # [L, Hkv, K] fp32 what the policy noted of the kept entries
+    carry: Tensor | None = None  # [L, Hkv, K] what the policy noted of the kept entries
     labels: npt.NDArray[np.int8] | None = None  # of the tokens of finished turns, as their queries were captured
     start: int = 0  # first valid position of the row: [start, L) is the window
     kept: Tensor | None = None  # [L, Hkv, K] int32 logical positions of the window's first K entries

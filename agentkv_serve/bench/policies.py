@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def policies(
     rows = {}
     for policy in made:
         ring = policy.ring_queries * shape.q_heads * shape.row
-        notes = shape.kv_heads * 4 * (1 + policy.carries)  # int32 positions, fp32 notes, per token held
+        notes = shape.kv_heads * (4 + policy.note_bytes)  # int32 positions and notes, per token held
         rows[policy.name] = {
             "score_ms": spread(times[policy.name]),
             "times_agentkv": round(float(np.median(times[policy.name])) / peer, 3) if peer else None,
@@ -81,8 +82,6 @@ def policies(
 
 
 def _with_statistics(policy: Policy, layers: int, heads: int, dim: int, device: torch.device) -> Policy:
-    import dataclasses
-
     import torch
 
     from agentkv_serve.engine.policies.statistics import Statistics
@@ -90,7 +89,7 @@ def _with_statistics(policy: Policy, layers: int, heads: int, dim: int, device: 
     if not policy.needs_statistics:
         return policy
     mean = torch.randn(layers, heads, dim // 2, dtype=torch.complex64, device=device)
-    return dataclasses.replace(policy, statistics=Statistics(mean, mean.abs() + 1))  # type: ignore[call-arg]
+    return replace(policy, statistics=Statistics(mean, mean.abs() + 1))  # type: ignore[call-arg]
 
 
 def _window(
@@ -117,7 +116,7 @@ def _window(
     new = torch.arange(2 * budget, length, dtype=torch.int32, device=device)
     positions = torch.cat([old, new]).expand(layers, kv_heads, count).contiguous()
     queries = torch.randn(layers, len(where), q_heads, dim, generator=generator, device=device).to(dtype)
-    return Window(
+    window = Window(
         k_buffers=buffers(),
         v_buffers=buffers(),
         slots=torch.randperm(2 * count, generator=generator, device=device)[:count],
@@ -125,7 +124,6 @@ def _window(
         queries=queries,
         query_positions=torch.from_numpy(where),
         labels=torch.from_numpy(labels),
-        carry=torch.rand(positions.shape, generator=generator, device=device) if policy.carries else None,
         length=length,
         since=length - SINCE,
         keep=budget,
@@ -133,6 +131,10 @@ def _window(
         rope=Rope(1e6 ** -(torch.arange(0, dim, 2, device=device) / dim)),
         backend="triton" if device.type == "cuda" else "torch",
     )
+    notes = policy.score(window).carry  # as an earlier compression would have left them
+    if notes is not None:
+        notes[..., budget:] = 0
+    return replace(window, carry=notes)
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

@@ -18,6 +18,7 @@ from agentkv_serve.kernels import (
     score,
     select,
     trigonometric,
+    value_norm,
     window_indices,
 )
 from agentkv_serve.kernels.backend import Backend
@@ -100,7 +101,8 @@ def check_pools(pools: tuple[Pool, ...], device: torch.device) -> Iterator[Row]:
         inputs = Inputs(pool, device)
         for name, errors in (
             ("score", _score(inputs)),
-            ("score, value norm", _score(inputs, group_max=False, v_buffers=inputs.v)),
+            ("score, every head", _score(inputs, group_max=False)),
+            ("value norm", _value_norm(inputs)),
             ("select", _select(inputs)),
             ("compact", _compact(inputs, shifted=True)),
             ("compact, any slots", _compact(inputs, shifted=False)),
@@ -125,13 +127,17 @@ def _both(run: Callable[[Backend], torch.Tensor]) -> float:
     return relative(run("triton"), run("torch"))
 
 
-def _score(inputs: Inputs, group_max: bool = True, v_buffers: list[torch.Tensor] | None = None) -> float:
+def _score(inputs: Inputs, group_max: bool = True) -> float:
     return _both(
         lambda backend: score.attention_mass_layers(
             inputs.queries, inputs.valid, inputs.k, inputs.slots, scale=inputs.pool.dim**-0.5,
-            group_max=group_max, v_buffers=v_buffers, backend=backend,
+            group_max=group_max, backend=backend,
         )
     )  # fmt: skip
+
+
+def _value_norm(inputs: Inputs) -> float:
+    return _both(lambda backend: value_norm.value_norms(inputs.v, inputs.slots, backend=backend))
 
 
 def _select(inputs: Inputs) -> float:

@@ -38,8 +38,8 @@ class ActKV(Policy):
     other_queries: int = 8
 
     @property
-    def carries(self) -> bool:
-        return True
+    def carry_dtype(self) -> torch.dtype | None:
+        return torch.float32
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:

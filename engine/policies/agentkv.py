@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from agentkv_serve.engine.policies.base import KEEP_LAST, LEAST_RECENT, Policy, Sampler, Scores, Window
 from agentkv_serve.kernels import score
+from agentkv_serve.kernels.value_norm import value_norms
 from agentkv_serve.phase_tagger import Label, Phase
 
 
@@ -31,19 +32,18 @@ class AgentKV(Policy):
         return (Sampler(self.queries_per_phase),) * len(Phase)
 
     def score(self, window: Window) -> Scores:
-        return Scores(
-            score.attention_mass_layers(
-                window.queries,
-                window.valid,
-                window.k_buffers,
-                window.slots,
-                scale=window.scale,
-                pool=self.pool,
-                v_buffers=window.v_buffers if self.value_power else None,
-                value_power=self.value_power,
-                backend=window.backend,
-            )
+        mass = score.attention_mass_layers(
+            window.queries,
+            window.valid,
+            window.k_buffers,
+            window.slots,
+            scale=window.scale,
+            pool=self.pool,
+            backend=window.backend,
         )
+        if self.value_power:
+            mass *= value_norms(window.v_buffers, window.slots, backend=window.backend).pow_(self.value_power)
+        return Scores(mass)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from agentkv_serve.engine.policies.base import Policy, Sampler, Scores, Window
+from agentkv_serve.engine.policies.noted_norms import decode, noted_norms
 from agentkv_serve.kernels import score
+from agentkv_serve.kernels.value_norm import value_norms
 from agentkv_serve.phase_tagger import Label, Phase
 
 
@@ -29,6 +31,7 @@ class AgentKVPlus(Policy):
     - head_share [1]: this share of a group's heads, at least one, scores by each query, and they take turns: more
       queries for the same work. The mean over them instead of the maximum before the softmax.
     - value_power [0]: larger values change the output more (CriticalKV, VaSE; ours: inside the consensus too).
+    - note_norms [False]: values are read once and their norms noted, within 3%; else at every compression, exactly.
     - consensus [0]: a token that is wanted elsewhere in the model is likely wanted here next. Heads miss a token by
       chance of the few queries; what all of them say is steadier. A head that lacks the token counts as 0.
     - pool [7]: no max-pool. It spends six of seven tokens on neighbours.
@@ -47,6 +50,7 @@ class AgentKVPlus(Policy):
     act_weight: float = 3.0
     head_share: float = 0.5
     value_power: float = 1.0
+    note_norms: bool = True
     consensus: float = 0.5
     pool: int = 1
     unread: int = 4096
@@ -59,6 +63,10 @@ class AgentKVPlus(Policy):
     def samplers(self) -> tuple[Sampler, ...]:
         strided = [int(count * self.strided_share) for count in self.queries]
         return tuple(Sampler(n - far, far, self.stride) for n, far in zip(self.queries, strided, strict=True))
+
+    @property
+    def carry_dtype(self) -> torch.dtype | None:
+        return torch.uint8 if self.value_power and self.note_norms else None
 
     def ring_table(self, say_phase: str = "others") -> tuple[int, ...]:
         table = list(super().ring_table(say_phase))
@@ -77,14 +85,23 @@ class AgentKVPlus(Policy):
             scale=window.scale,
             group_max=self.head_share >= 1,
             pool=self.pool,
-            v_buffers=window.v_buffers if self.value_power else None,
-            value_power=self.value_power,
             weights=self._weights(window) if self.act_weight != 1 else None,
             backend=window.backend,
         )
-        return Scores(
-            _with_consensus(mass, window.positions, window.length, self.consensus) if self.consensus else mass
-        )
+        notes = None
+        if self.value_power:
+            norms, notes = self._norms(window)
+            mass *= norms.pow_(self.value_power)
+        if self.consensus:
+            mass = _with_consensus(mass, window.positions, window.length, self.consensus)
+        return Scores(mass, notes)
+
+    def _norms(self, window: Window) -> tuple[Tensor, Tensor | None]:
+        """[L, Hkv, N] fp32 norms of the values, and what is noted of them."""
+        if not self.note_norms:
+            return value_norms(window.v_buffers, window.slots, backend=window.backend), None
+        codes = noted_norms(window)
+        return decode(codes), codes
 
     def _weights(self, window: Window) -> Tensor:
         """[R] fp32 weights of the ring entries; they sum to 1 over those that hold a query."""
@@ -97,15 +114,16 @@ def _taking_turns(queries: Tensor, kv_heads: int, share: float) -> Tensor:
     layers, count, total, dim = queries.shape
     group = total // kv_heads
     heads = max(1, int(group * share))
-    first = heads * torch.arange(count, device=queries.device)[:, None]
-    chosen = (first + torch.arange(heads, device=queries.device)) % group  # [R, heads]
-    index = chosen[None, :, None, :, None].expand(layers, -1, kv_heads, -1, dim)
-    return queries.view(layers, count, kv_heads, group, dim).gather(3, index).flatten(2, 3)
+    device = queries.device
+    turn = heads * torch.arange(count, device=device)[:, None] + torch.arange(heads, device=device)  # [R, heads]
+    member = group * torch.arange(kv_heads, device=device)[:, None] + turn[:, None] % group  # [R, Hkv, heads]
+    rows = total * torch.arange(count, device=device)[:, None, None] + member
+    return queries.flatten(1, 2).index_select(1, rows.flatten()).view(layers, count, -1, dim)
 
 
 def _with_consensus(mass: Tensor, positions: Tensor, length: int, weight: float) -> Tensor:
     """[L, Hkv, N] each head's mass in units of its own mean, plus the mean over all heads for the same token."""
     own = mass / mass.mean(-1, keepdim=True).clamp(min=1e-12)
-    tokens = positions.flatten().to(torch.int64)
+    tokens = positions.flatten()
     total = torch.zeros(length, device=mass.device).index_add_(0, tokens, own.flatten())
-    return own + weight / (mass.shape[0] * mass.shape[1]) * total[tokens].view_as(own)
+    return own.add_(total[tokens].view_as(own), alpha=weight / (mass.shape[0] * mass.shape[1]))

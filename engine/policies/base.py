@@ -61,7 +61,7 @@ class Window:
     # Known on the host: policies look at them there, so CPU tensors spare a wait for the device.
     query_positions: Tensor | None = None  # [R] int64 position of the token of each ring entry, -1 = empty
     labels: Tensor | None = None  # [length] int8 fine label of every token of the session
-    carry: Tensor | None = None  # [L, Hkv, N] fp32 what the policy noted of each entry, 0 for new ones
+    carry: Tensor | None = None  # [L, Hkv, N] what the policy noted of each entry, 0 for new ones
     since: int = 0  # the session's length at its last compaction: tokens from here on are new
     budget: int = 0  # what budget auto chose last, 0 = nothing yet
     rope: Rope | None = None
@@ -97,7 +97,7 @@ class Scores:
     """What a policy says of a window's entries."""
 
     keep: Tensor  # [L, Hkv, N] fp32, higher = keep
-    carry: Tensor | None = None  # [L, Hkv, N] fp32 to be noted of each entry that stays
+    carry: Tensor | None = None  # [L, Hkv, N] to be noted of each entry that stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Choice:
     """The entries of a window that stay."""
 
     kept: Tensor  # [L, Hkv, keep] int64 indices of entries, ascending
-    carry: Tensor | None  # [L, Hkv, keep] fp32 their notes
+    carry: Tensor | None  # [L, Hkv, keep] their notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +161,14 @@ class Policy(ABC):
         return 0
 
     @property
-    def carries(self) -> bool:
-        """Whether it notes a number of every entry from one compaction to the next."""
-        return False
+    def carry_dtype(self) -> torch.dtype | None:
+        """Type of the number that it notes of every entry from one compaction to the next; None: it notes none."""
+        return None
+
+    @property
+    def note_bytes(self) -> int:
+        """Bytes of an entry's note."""
+        return 0 if self.carry_dtype is None else self.carry_dtype.itemsize
 
     @property
     def ring_queries(self) -> int:

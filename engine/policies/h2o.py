@@ -29,8 +29,8 @@ class H2O(Policy):
     queries: int = 128
 
     @property
-    def carries(self) -> bool:
-        return True
+    def carry_dtype(self) -> torch.dtype | None:
+        return torch.float32
 
     @property
     def samplers(self) -> tuple[Sampler, ...]:

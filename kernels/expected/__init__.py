@@ -19,6 +19,7 @@ import torch
 from agentkv_serve.kernels.backend import Backend, check_index, check_pool, check_values, resolve
 from agentkv_serve.kernels.expected import reference
 from agentkv_serve.kernels.expected.reference import rotated_statistics
+from agentkv_serve.kernels.value_norm import value_norms
 
 __all__ = ["expected_attention", "rotated_statistics"]
 
@@ -59,6 +60,5 @@ def expected_attention(
         logits = reference.expected_logits(mean, covariance, k_buffers, slots)
     scores = logits.softmax(-1).view(len(k_buffers), hkv, -1, slots.numel()).mean(2) + epsilon
     if v_buffers is not None:
-        for layer, values in enumerate(v_buffers):
-            scores[layer] *= values.index_select(0, slots).float().norm(dim=-1).t()
+        scores *= value_norms(v_buffers, slots, backend=backend)
     return scores

@@ -5,9 +5,9 @@ heads of h's group:
 
     mass[h, i] = mean over u of softmax_i( max over g of q_{u,g} . k_{h,i} * scale )
 
-then, if asked for, a max-pool along the tokens and a product with the norm of the token's value:
+then, if asked for, a max-pool along the tokens:
 
-    score[h, i] = (max over |j - i| <= pool // 2 of mass[h, j]) * |v_{h,i}| ** value_power
+    score[h, i] = max over |j - i| <= pool // 2 of mass[h, j]
 
 With the queries of all four phases this is AgentKV's score (arXiv 2609.14872, section on scoring); the group
 maximum and the pool of 7 are those of R-KV (arXiv 2505.24133), whose importance term it is when the queries
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agentkv_serve.kernels.backend import Backend, check_index, check_pool, check_values, resolve
+from agentkv_serve.kernels.backend import Backend, check_index, check_pool, resolve
 from agentkv_serve.kernels.score import reference
 
 __all__ = ["attention_mass", "attention_mass_layers"]
@@ -35,8 +35,6 @@ def attention_mass(
     scale: float,
     group_max: bool = True,
     pool: int = 7,
-    values: torch.Tensor | None = None,
-    value_power: float = 1.0,
     weights: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
@@ -50,8 +48,6 @@ def attention_mass(
         scale=scale,
         group_max=group_max,
         pool=pool,
-        v_buffers=None if values is None else [values],
-        value_power=value_power,
         weights=weights,
         backend=backend,
     )[0]
@@ -66,16 +62,14 @@ def attention_mass_layers(
     scale: float,
     group_max: bool = True,
     pool: int = 7,
-    v_buffers: Sequence[torch.Tensor] | None = None,
-    value_power: float = 1.0,
     weights: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """Scores fp32 `[L, Hkv, N]` of all layers; higher = keep. Mutates nothing.
 
     queries: `[L, U, Hq, D]` post-RoPE queries (any strides over L, U, Hq); valid: bool `[U]`, False = ignore
-    the query, its content may be anything; k_buffers, v_buffers: one paged pool `[S, Hkv, D]` per layer;
-    slots: int64 `[N]`, the window's slots in token order. scale: the softmax scale, 1/sqrt(D) for most
+    the query, its content may be anything; k_buffers: one paged pool `[S, Hkv, D]` per layer; slots: int64
+    `[N]`, the window's slots in token order. scale: the softmax scale, 1/sqrt(D) for most
     models. group_max=False averages the softmaxes of the group's heads instead of taking the group's maximum
     before the softmax. pool: odd width of the max-pool, 0 or 1 = none. weights: fp32 `[U]`, a weighted sum over the
     valid queries instead of their mean. Without any valid query all scores are 0.
@@ -97,12 +91,6 @@ def attention_mass_layers(
         raise ValueError(f"weights must be float32 [{valid.numel()}], got {weights.dtype} {tuple(weights.shape)}")
     if pool > 1 and pool % 2 == 0:
         raise ValueError(f"pool must be odd (or 0 for none), got {pool}")
-    if value_power < 0:
-        raise ValueError(f"value_power must not be negative, got {value_power}")
-    if value_power == 0:
-        v_buffers = None
-    if v_buffers is not None:
-        check_values(v_buffers, k_buffers)
     if not slots.numel():
         return torch.empty(len(k_buffers), hkv, 0, device=slots.device)
     if resolve(backend, slots.device) == "triton":
@@ -111,4 +99,4 @@ def attention_mass_layers(
         run = kernel.attention_mass_layers
     else:
         run = reference.attention_mass_layers
-    return run(queries, valid, k_buffers, slots, scale, group_max, pool, v_buffers, value_power, weights)
+    return run(queries, valid, k_buffers, slots, scale, group_max, pool, weights)

@@ -4,7 +4,7 @@ Pass 1 (`_lse_kernel`): every program takes one run of keys of one layer and KV 
 the base-2 logarithm of its part of the softmax's denominator, kept as a running maximum and sum. The parts
 are joined by one log-sum-exp. Pass 2 (`_mass_kernel`) forms the same logits again and sums the probabilities
 over the queries. Reading the keys twice costs 2 N D elements per KV head; storing the logits would cost 2 N U
-floats more. Pooling and the value norm are a third, light pass (`_finish_kernel`).
+floats more. Pooling is a third, light pass (`_pool_kernel`).
 
 Logits, sums and results are float32. 16-bit keys and queries of one dtype are multiplied as they are (their
 products are exact in float32); any other combination is multiplied in float32 without TF32.
@@ -128,13 +128,8 @@ def _mass_kernel(
 
 
 @triton.jit
-def _finish_kernel(
-    mass_ptr, address_ptr, slots_ptr, out_ptr,
-    power, N, D, slot_stride, head_stride,
-    HKV: tl.constexpr, POOL: tl.constexpr, VALUES: tl.constexpr, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """out[layer, head, n] = (maximum of the mass within POOL // 2 tokens) * |v_n| ** power."""
+def _pool_kernel(mass_ptr, out_ptr, N, POOL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[layer, head, n] = maximum of the mass within POOL // 2 tokens."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mass_ptr += row * N
@@ -142,14 +137,6 @@ def _finish_kernel(
     for step in tl.static_range(1, POOL // 2 + 1):
         best = tl.maximum(best, tl.load(mass_ptr + n - step, mask=(n >= step) & (n - step < N), other=0.0))
         best = tl.maximum(best, tl.load(mass_ptr + n + step, mask=n + step < N, other=0.0))
-    if VALUES:
-        v = load_rows(
-            address_ptr, slots_ptr, row // HKV, row % HKV, n, N, D, slot_stride, head_stride, ELEMENT, ALIGNED, BLOCK_D
-        )  # fmt: skip
-        v = v.to(tl.float32)
-        square = tl.sum(v * v, axis=1)
-        norm = tl.exp2(power * 0.5 * tl.log2(tl.where(square > 0.0, square, 1.0)))
-        best = best * tl.where(square > 0.0, norm, 0.0)
     tl.store(out_ptr + row * N + n, best, mask=n < N)
 
 
@@ -161,8 +148,6 @@ def attention_mass_layers(
     scale: float,
     group_max: bool,
     pool: int,
-    v_buffers: Sequence[torch.Tensor] | None,
-    value_power: float,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `agentkv_serve.kernels.score.attention_mass_layers`. Scratch memory: the denominators, 4 U bytes
@@ -218,15 +203,8 @@ def attention_mass_layers(
     _mass_kernel[(splits, rows)](
         queries, valid, addresses, slots, lse, mean, mass, scale, count, number, dim, *strides, PARTS=parts, **config
     )
-    if pool <= 1 and v_buffers is None:
+    if pool <= 1:
         return mass
     out = torch.empty_like(mass)
-    values = k_buffers if v_buffers is None else v_buffers
-    block_n = 1024 if v_buffers is None else 64
-    _finish_kernel[(triton.cdiv(count, block_n), rows)](
-        mass, base_addresses(values), slots, out, value_power, count, values[0].shape[2], *values[0].stride()[:2],
-        HKV=hkv, POOL=max(pool, 1), VALUES=v_buffers is not None,
-        ELEMENT=ELEMENT[values[0].dtype], ALIGNED=aligned(values, 16),
-        BLOCK_N=block_n, BLOCK_D=triton.next_power_of_2(values[0].shape[2]), num_warps=4,
-    )  # fmt: skip
+    _pool_kernel[(triton.cdiv(count, _RUN), rows)](mass, out, count, POOL=pool, BLOCK_N=_RUN, num_warps=4)
     return out

@@ -20,8 +20,6 @@ def attention_mass_layers(
     scale: float,
     group_max: bool,
     pool: int,
-    v_buffers: Sequence[torch.Tensor] | None,
-    value_power: float,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `agentkv_serve.kernels.score.attention_mass_layers`. Reads only the window's rows of the pools."""
@@ -34,9 +32,6 @@ def attention_mass_layers(
             _mass(queries[layer], keys.index_select(0, slots).float(), scale, group_max, weights, mass[layer])
     if pool > 1:
         mass = max_pool1d(mass, pool, stride=1, padding=pool // 2)
-    if v_buffers is not None:
-        for layer, values in enumerate(v_buffers):
-            mass[layer] *= values.index_select(0, slots).float().norm(dim=-1).pow(value_power).t()
     return mass
 
 
@@ -54,14 +49,15 @@ def _mass(
     count, hkv, _ = keys.shape
     group = hq // hkv
     grouped = (queries.float() * scale).view(number, hkv, group, dim)
-    step = max(1, _PAIRS // (group * count))
+    step = min(number, max(1, _PAIRS // (group * count)))
+    buffer = keys.new_empty(step * group, count)  # one for all heads, and the softmax in place: the caches hold it
     for head in range(hkv):
         for first in range(0, number, step):
             part = grouped[first : first + step, head]
-            logits = torch.mm(part.reshape(-1, dim), keys[:, head].t())
+            logits = torch.mm(part.reshape(-1, dim), keys[:, head].t(), out=buffer[: len(part) * group])
             if group_max:
                 logits = logits.view(-1, group, count).amax(1)
-            mass = logits.softmax(-1)
+            mass = torch.softmax(logits, -1, out=logits)
             if weights is None:
                 out[head] += mass.sum(0)
             else:

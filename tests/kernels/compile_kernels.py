@@ -26,6 +26,7 @@ from agentkv_serve.kernels import (
     score,
     select,
     trigonometric,
+    value_norm,
     window_indices,
 )
 
@@ -52,9 +53,8 @@ def launches(dtype: torch.dtype, hkv: int, group: int, dim: int) -> None:
     slots, hq = torch.arange(256), hkv * group
     queries, valid = torch.zeros(2, 32, hq, dim, dtype=dtype), torch.ones(32, dtype=torch.bool)
     for group_max in (True, False):
-        score.attention_mass_layers(
-            queries, valid, pool, slots, scale=0.1, group_max=group_max, v_buffers=pool, backend="triton"
-        )
+        score.attention_mass_layers(queries, valid, pool, slots, scale=0.1, group_max=group_max, backend="triton")
+    value_norm.value_norms(pool, slots, backend="triton")
     for shifted in (True, False):
         kept = torch.arange(64).expand(2, hkv, 64)
         compact.gather_write(pool, pool, slots, kept, slots[-64:], shifted=shifted, backend="triton")

@@ -15,8 +15,9 @@ import pytest
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SCRIPT = str(Path(__file__).with_name("compile_kernels.py"))
 KERNELS = {
-    "_lse_kernel", "_mass_kernel", "_finish_kernel", "_select_kernel", "_shift_kernel", "_copy_kernel", "_write_kernel",
-    "_step_kernel", "_fill_kernel", "_last_kernel", "_sum_kernel", "_mean_kernel", "_best_kernel", "_logits_kernel",
+    "_lse_kernel", "_mass_kernel", "_pool_kernel", "_norm_kernel", "_select_kernel", "_shift_kernel",
+    "_copy_kernel", "_write_kernel", "_step_kernel", "_fill_kernel", "_last_kernel", "_sum_kernel", "_mean_kernel",
+    "_best_kernel", "_logits_kernel",
     "_attention_kernel",
 }  # fmt: skip
 

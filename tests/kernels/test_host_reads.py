@@ -15,6 +15,7 @@ from agentkv_serve.kernels.compact import gather_write
 from agentkv_serve.kernels.phase_step import step
 from agentkv_serve.kernels.score import attention_mass_layers
 from agentkv_serve.kernels.select import top_keep
+from agentkv_serve.kernels.value_norm import value_norms
 from agentkv_serve.kernels.window_indices import window_indices
 
 META = torch.device("meta")
@@ -78,13 +79,15 @@ def test_window_indices_with_out_reads_nothing(recorded):
 
 
 def test_compression_reads_nothing(recorded):
-    passes = recorded("score", "_lse_kernel", "_mass_kernel", "_finish_kernel")
+    passes = recorded("score", "_lse_kernel", "_mass_kernel", "_pool_kernel")
+    (normed,) = recorded("value_norm", "_norm_kernel")
     (selected,) = recorded("select", "_select_kernel")
     (moved,) = recorded("compact", "_shift_kernel")
     pool = [torch.empty(500, 2, 64, device=META) for _ in range(3)]
     queries, valid = torch.empty(3, 8, 6, 64, device=META), torch.empty(8, dtype=torch.bool, device=META)
-    scores = attention_mass_layers(queries, valid, pool, index(400), scale=1.0, v_buffers=pool, backend="triton")
+    scores = attention_mass_layers(queries, valid, pool, index(400), scale=1.0, backend="triton")
+    scores *= value_norms(pool, index(400), backend="triton")
     kept = top_keep(scores, 64, torch.empty(400, dtype=torch.bool, device=META), backend="triton")
     gather_write(pool, pool, index(400), kept, index(64), shifted=True, backend="triton")
     # One launch each, for all layers and heads.
-    assert [len(one.grids) for one in (*passes, selected, moved)] == [1] * 5
+    assert [len(one.grids) for one in (*passes, normed, selected, moved)] == [1] * 6

@@ -35,7 +35,7 @@ FULL = [
 ]
 
 
-def oracle(q, valid, k, scale, group_max, pool, v, power):
+def oracle(q, valid, k, scale, group_max, pool):
     """The formula of the module's docstring in float64, one loop per index that is not summed."""
     q, k = q.double().cpu()[valid.cpu()], k.double().cpu()
     count, hkv, _ = k.shape
@@ -49,33 +49,26 @@ def oracle(q, valid, k, scale, group_max, pool, v, power):
     if pool > 1:
         half = pool // 2
         mass = torch.stack([mass[:, max(0, i - half) : i + half + 1].amax(1) for i in range(count)], 1)
-    if v is not None:
-        mass = mass * v.double().cpu().norm(dim=-1).T ** power
     return mass
 
 
-def check(case, device, fresh, paged, close, backend, group_max=True, pool=7, power=None):
+def check(case, device, fresh, paged, close, backend, group_max=True, pool=7):
     count, number, dim, group, hkv, page, dtype = case
     slots = paged(count, page)
     size = int(slots.max()) + 1
     make = lambda *shape: torch.randn(*shape, generator=fresh, device=device)  # noqa: E731
-    keys, values = (torch.full((size, hkv, dim), torch.nan, device=device, dtype=dtype) for _ in range(2))
-    keys[slots], values[slots] = make(count, hkv, dim).to(dtype), make(count, hkv, dim).to(dtype)
+    keys = torch.full((size, hkv, dim), torch.nan, device=device, dtype=dtype)
+    keys[slots] = make(count, hkv, dim).to(dtype)
     queries = (make(number, hkv * group, dim) * 2).to(dtype)
     valid = torch.rand(number, generator=fresh, device=device) < 0.7
     valid[0] = True
     queries[~valid] = torch.nan
-    values = None if power is None else values
     scale = dim**-0.5
     got = attention_mass(
-        queries, valid, keys, slots,
-        scale=scale, group_max=group_max, pool=pool, values=values, value_power=power or 1.0, backend=backend,
+        queries, valid, keys, slots, scale=scale, group_max=group_max, pool=pool, backend=backend
     )  # fmt: skip
     assert got.dtype == torch.float32
-    wanted = oracle(
-        queries, valid, keys[slots], scale, group_max, pool, None if values is None else values[slots], power
-    )
-    close(got, wanted, 2e-5)
+    close(got, oracle(queries, valid, keys[slots], scale, group_max, pool), 2e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -92,30 +85,25 @@ def test_score_is_the_formula_on_the_full_grid(case, device, fresh, paged, close
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    ("group_max", "pool", "power"),
-    [(False, 0, None), (False, 7, 1.0), (True, 1, 0.5), (True, 5, 1.0), (True, 7, 2.0)],
-)
-def test_score_switches(group_max, pool, power, device, fresh, paged, close, backend):
-    check((130, 12, 64, 3, 2, 16, torch.bfloat16), device, fresh, paged, close, backend, group_max, pool, power)
+@pytest.mark.parametrize(("group_max", "pool"), [(False, 0), (False, 7), (True, 1), (True, 5)])
+def test_score_switches(group_max, pool, device, fresh, paged, close, backend):
+    check((130, 12, 64, 3, 2, 16, torch.bfloat16), device, fresh, paged, close, backend, group_max, pool)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("group_max", [True, False])
 def test_weighted_score_is_the_weighted_sum_of_each_query_s_score(group_max, device, fresh, paged, close, backend):
     slots = paged(130, 16)
-    keys, values = (torch.randn(int(slots.max()) + 1, 2, 64, generator=fresh, device=device) for _ in range(2))
+    keys = torch.randn(int(slots.max()) + 1, 2, 64, generator=fresh, device=device)
     queries = torch.randn(37, 6, 64, generator=fresh, device=device)
     valid = torch.rand(37, generator=fresh, device=device) < 0.7
     weights = torch.rand(37, generator=fresh, device=device)
     got = attention_mass(
-        queries, valid, keys, slots, scale=0.3, group_max=group_max, pool=7, values=values, weights=weights,
-        backend=backend,
+        queries, valid, keys, slots, scale=0.3, group_max=group_max, pool=7, weights=weights, backend=backend
     )  # fmt: skip
-    alone = lambda u: oracle(queries[u : u + 1], valid[u : u + 1], keys[slots], 0.3, group_max, 0, None, None)  # noqa: E731
+    alone = lambda u: oracle(queries[u : u + 1], valid[u : u + 1], keys[slots], 0.3, group_max, 0)  # noqa: E731
     mass = sum(float(weights[u]) * alone(u) for u in range(37) if valid[u])
-    pooled = torch.nn.functional.max_pool1d(mass, 7, 1, 3)
-    close(got, pooled * values[slots].double().cpu().norm(dim=-1).T, 2e-5)
+    close(got, torch.nn.functional.max_pool1d(mass, 7, 1, 3), 2e-5)
     with pytest.raises(ValueError, match=r"weights must be float32 \[37\]"):
         attention_mass(queries, valid, keys, slots, scale=0.3, weights=weights[:5])
 
@@ -126,13 +114,12 @@ def test_score_of_layers_is_the_score_of_each(device, fresh, paged, close, backe
     slots = paged(200, 16)
     make = lambda *shape: torch.randn(*shape, generator=fresh, device=device).bfloat16()  # noqa: E731
     k = [make(300, hkv, dim) for _ in range(layers)]
-    v = [make(300, hkv, dim) for _ in range(layers)]
     ring = make(2, layers, 4, number // 4, hkv * 3, dim)
     queries = ring[1].flatten(1, 2)
     valid = torch.ones(number, dtype=torch.bool, device=device)
-    got = attention_mass_layers(queries, valid, k, slots, scale=0.1, v_buffers=v, backend=backend)
+    got = attention_mass_layers(queries, valid, k, slots, scale=0.1, backend=backend)
     for layer in range(layers):
-        alone = attention_mass(queries[layer], valid, k[layer], slots, scale=0.1, values=v[layer], backend="torch")
+        alone = attention_mass(queries[layer], valid, k[layer], slots, scale=0.1, backend="torch")
         close(got[layer], alone, 2e-5)
 
 
@@ -169,7 +156,7 @@ def test_score_survives_large_logits(device, fresh, paged, close, backend):
     queries = torch.randn(4, 1, 64, generator=fresh, device=device) * 20
     valid = torch.ones(4, dtype=torch.bool, device=device)
     got = attention_mass(queries, valid, keys, slots, scale=0.125, pool=0, backend=backend)
-    close(got, oracle(queries, valid, keys[slots], 0.125, True, 0, None, None), 1e-3)
+    close(got, oracle(queries, valid, keys[slots], 0.125, True, 0), 1e-3)
     assert torch.allclose(got.sum(-1), torch.ones(1, device=device), atol=1e-3)
 
 

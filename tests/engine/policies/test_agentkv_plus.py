@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from agentkv_serve.engine.policies import get_policy
+from agentkv_serve.engine.policies.noted_norms import decode, encode
 from agentkv_serve.phase_tagger import Label, Phase
 
 from .windows import GROUP, KV_HEADS, LABELS, LAYERS, LENGTH, SCALE, Session, session, softmax, union_mass
@@ -24,6 +25,7 @@ OFF: dict[str, Any] = {
     "act_weight": 1.0,
     "head_share": 1.0,
     "value_power": 0.0,
+    "note_norms": False,
     "consensus": 0.0,
     "pool": 7,
     "unread": 0,
@@ -49,11 +51,12 @@ def test_with_every_term_off_it_is_agentkv() -> None:
     torch.testing.assert_close(plus.score(made.window).keep, ours.score(made.window).keep)
     assert torch.equal(plus.protection(made.window), ours.protection(made.window))
     assert plus.samplers == ours.samplers and plus.ring_table() == ours.ring_table()
-    assert plus.prefill_slack == ours.prefill_slack == 0 and not plus.carries
+    assert plus.prefill_slack == ours.prefill_slack == 0 and plus.carry_dtype is None
 
 
-def test_the_default_is_its_formula() -> None:
-    policy = get_policy("agentkv_plus")
+@pytest.mark.parametrize("note_norms", [True, False])
+def test_the_default_is_its_formula(note_norms: bool) -> None:
+    policy = get_policy("agentkv_plus", note_norms=note_norms)
     made = session(policy)
     held = made.where >= 0
     weights = np.where(held, 1.0, 0.0)
@@ -61,7 +64,9 @@ def test_the_default_is_its_formula() -> None:
     weights /= weights.sum()
     own = np.empty(made.positions.shape)
     for layer, head in HEADS:
-        own[layer, head] = in_turn(made, layer, head, weights) * np.linalg.norm(made.values[layer, head], axis=-1)
+        norms = np.linalg.norm(made.values[layer, head], axis=-1)
+        norms = 2 ** (np.round(np.log2(norms) * 12) / 12) if note_norms else norms
+        own[layer, head] = in_turn(made, layer, head, weights) * norms
         own[layer, head] /= own[layer, head].mean()
     everywhere = np.zeros(LENGTH)
     np.add.at(everywhere, made.positions, own)
@@ -123,6 +128,32 @@ def test_a_token_that_all_other_heads_want_stays() -> None:
     (entry,) = np.flatnonzero(made.positions[0, 0] == wanted).tolist()
     kept = [entry in policy.choose(made.window).kept[0, 0].tolist() for policy in (alone, together)]
     assert kept == [False, True]
+
+
+def test_norms_of_values_are_read_once() -> None:
+    """A later compression scores as if it read all values again, and does not: those of kept entries are gone here."""
+    policy = get_policy("agentkv_plus")
+    made = session(policy)
+    first = policy.score(made.window)
+    assert first.carry is not None and first.carry.dtype == torch.uint8
+    fresh = LENGTH - made.window.since
+    notes = first.carry.clone()
+    notes[..., -fresh:] = 0
+    values = [torch.full_like(buffer, torch.nan) for buffer in made.window.v_buffers]
+    for gone, buffer in zip(values, made.window.v_buffers, strict=True):
+        gone[made.window.slots[-fresh:]] = buffer[made.window.slots[-fresh:]]
+    later = policy.score(replace(made.window, carry=notes, v_buffers=values))
+    assert torch.equal(later.keep, first.keep)
+    assert later.carry is not None and torch.equal(later.carry, first.carry)
+    choice = policy.choose(made.window)
+    assert choice.carry is not None and torch.equal(choice.carry, first.carry.gather(-1, choice.kept))
+
+
+def test_a_noted_norm_is_within_three_percent() -> None:
+    norms = torch.logspace(-2.9, 3.3, 5000)
+    rounded = decode(encode(norms))
+    assert ((rounded / norms).log().abs() < 0.03).all() and (rounded.diff() >= 0).all()
+    assert encode(torch.tensor([0.0, 1e-9, 1.0, 1e9, torch.inf])).tolist() == [1, 1, 121, 255, 255]
 
 
 def test_no_query_no_preference() -> None:

@@ -34,6 +34,6 @@ def test_auxiliary_memory_of_an_8b_model(name: str) -> None:
     policy = get_policy(name)
     kv = 4096 * 8 * 2 * 128 * 2
     rings = policy.ring_queries * 32 * 128 * 2
-    notes = 4096 * 8 * 4 * (1 + policy.carries)
+    notes = 4096 * 8 * (4 + policy.note_bytes)
     most = {"h2o": 0.08, "expected_attention": 0.14}.get(name, 0.05)  # rivals that keep many queries
     assert (rings + notes) / kv <= most

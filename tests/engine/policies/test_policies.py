@@ -59,7 +59,7 @@ def test_what_is_protected_stays_and_the_rest_goes_by_score(name: str) -> None:
     made = session(policy, count=200, since=200, keep=keep)
     choice = policy.choose(made.window)
     assert choice.kept.shape == (LAYERS, KV_HEADS, keep)
-    assert (choice.carry is not None) == policy.carries
+    assert (choice.carry is not None) == (policy.carry_dtype is not None)
     scores = policy.score(made.window).keep
     protected = policy.protection(made.window).expand(LAYERS, KV_HEADS, 200)
     assert scores.dtype == torch.float32 and scores.isfinite().all()
