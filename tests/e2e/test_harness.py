@@ -1,6 +1,6 @@
 """The engine does what the evaluation says: a recorded run, forced through the server, gives the replay's numbers.
 
-Log-probabilities of every generated token, points of compaction and keep-sets, for three policies.
+Log-probabilities of every generated token, points of compaction and keep-sets, for four policies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from tests.evaluation import runs
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
-POLICIES = ("agentkv", "agentkv_paper", "recent")
+POLICIES = ("agentkv", "agentkv_paper", "recent", "agentkv_plus")
 CHUNK = 128
 TIES = 0.002
 """Largest share of kept entries that equal scores may leave open."""
