@@ -30,6 +30,7 @@ from tests.evaluation import runs
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 POLICIES = ("agentkv", "agentkv_paper", "recent", "agentkv_plus")
 CHUNK = 128
+FLAGS = ("--chunked-prefill-size", str(CHUNK), "--agentkv-allow-forced", "--agentkv-policies", ",".join(POLICIES))
 TIES = 0.002
 """Largest share of kept entries that equal scores may leave open."""
 
@@ -115,13 +116,11 @@ def _heads(kept: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_tiny(fleet: Fleet, tiny: Callable[..., Path], policy: str) -> None:
     folder = tiny("llama-gqa")
-    flags = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "8192", "--agentkv-allow-forced")
-    server = fleet.agentkv(folder, *flags).wait()
+    server = fleet.agentkv(folder, "--max-total-tokens", "8192", *FLAGS).wait()
     assert_same(server, folder, runs.trajectory(folder, turns=6), policy, budget=200, noise=5e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_smollm2(fleet: Fleet, smollm2: Path, policy: str) -> None:
-    flags = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384", "--agentkv-allow-forced")
-    server = fleet.agentkv(smollm2, *flags).wait()
+    server = fleet.agentkv(smollm2, "--max-total-tokens", "16384", *FLAGS).wait()
     assert_same(server, smollm2, runs.trajectory(smollm2, turns=8), policy, budget=128, noise=5e-3)
