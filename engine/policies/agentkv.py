@@ -27,6 +27,10 @@ class AgentKV(Policy):
     value_power: float = 0.0
     """Exponent of the value norm that the score is multiplied by; 0 = none, as in the paper."""
 
+    def __post_init__(self) -> None:
+        if self.value_power < 0:
+            raise ValueError(f"value_power must not be negative, got {self.value_power}")
+
     @property
     def samplers(self) -> tuple[Sampler, ...]:
         return (Sampler(self.queries_per_phase),) * len(Phase)

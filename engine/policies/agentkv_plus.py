@@ -55,6 +55,10 @@ class AgentKVPlus(Policy):
     pool: int = 1
     unread: int = 4096
 
+    def __post_init__(self) -> None:
+        if self.value_power < 0:
+            raise ValueError(f"value_power must not be negative, got {self.value_power}")
+
     @property
     def prefill_slack(self) -> int:
         return self.unread

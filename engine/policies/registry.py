@@ -48,6 +48,7 @@ def get_policy(name: str, **settings: Any) -> Policy:
     Raises:
         KeyError: an unknown name; the message lists the known ones.
         TypeError: a setting that the policy does not have.
+        ValueError: a setting's value that the policy cannot use.
     """
     try:
         policy = _POLICIES[name]

@@ -101,6 +101,12 @@ def test_value_norm_weight(power: float) -> None:
     close(weighed, plain.numpy() * np.linalg.norm(made.values, axis=-1) ** power)
 
 
+@pytest.mark.parametrize("name", ["agentkv", "agentkv_plus"])
+def test_a_negative_power_is_refused_at_start(name: str) -> None:
+    with pytest.raises(ValueError, match="value_power must not be negative, got -1"):
+        get_policy(name, value_power=-1)
+
+
 def test_rkv() -> None:
     made = make("rkv")
     scores = get_policy("rkv").score(made.window).keep
